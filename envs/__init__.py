@@ -1,0 +1,1 @@
+"""Workflows, rewards and tasks: plain Python, free of jax, runnable with a scripted team."""

@@ -1,0 +1,254 @@
+"""The workflow protocol: how a team of roles moves one shared state.
+
+A workflow is one coroutine. Every ``await team.act(...)`` is one decision event: the roles named in
+the call are its active set, and all of them see the same pre-action state, because ``act`` renders
+every member's prompt before any member is sampled. ``team.draft(...)`` samples outputs that make no
+event and are never trained.
+
+    class TwoSolvers:
+        roles = ("solver_1", "solver_2")
+
+        async def run(self, task, team):
+            state = State(problem=task.prompt)
+            drafts = await team.act("solve", state, roles=self.roles, render=self.prompt)
+            state = replace(state, drafts=tuple(d.text for d in drafts))
+            return Outcome(response=drafts[0].text, state=state)
+
+The same class trains under the rollout loop and runs in a test with a :class:`ScriptedTeam`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+
+class EpisodeFailed(Exception):
+    """An episode that ends without an outcome: it is dropped and counted under ``cause``.
+
+    ``cause`` is one short word that metrics are counted by (``tool_timeout``, ``retrieval``, ...).
+    """
+
+    def __init__(self, cause: str, detail: str = ""):
+        super().__init__(f"{cause}: {detail}" if detail else cause)
+        self.cause = cause
+        self.detail = detail
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task: ``answer`` is the gold answer, or a tuple of accepted ones."""
+
+    id: str
+    prompt: str
+    answer: str | tuple[str, ...]
+    source: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        return (self.answer,) if isinstance(self.answer, str) else tuple(self.answer)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A teammate's or a tool's text inside a prompt: it may be shortened to fit the budget.
+
+    ``limit`` caps its tokens in any case; beyond that, all cuttable texts of a prompt share what the
+    fixed part leaves in equal parts. ``keep`` says which end survives.
+    """
+
+    text: str
+    keep: Literal["last", "first"] = "last"
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A fresh chat: a system message and one user turn, whose parts are joined without separators."""
+
+    system: str
+    user: tuple[str | Cut, ...]
+
+    def text(self) -> str:
+        """The user turn, uncut."""
+        return "".join(part if isinstance(part, str) else part.text for part in self.user)
+
+
+@dataclass(frozen=True)
+class Output:
+    """One sampled output. ``uid`` is its place among the outputs of its episode."""
+
+    uid: int
+    role: str
+    text: str
+    stop_reason: Literal["stop", "length"] = "stop"
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a reward says of an outcome. ``error`` marks a grade that could not be decided in its
+    limits: it is counted apart from wrong answers."""
+
+    reward: float
+    correct: bool
+    error: str | None = None
+    info: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an episode ended: the response that is scored, the last state, and figures to log.
+
+    ``score`` is for workflows that score themselves; otherwise the recipe's reward is asked, then
+    the workflow's own ``reward`` method.
+    """
+
+    response: str
+    state: Any = None
+    score: Score | None = None
+    info: Mapping[str, float] = field(default_factory=dict)
+
+
+Render = Callable[[str, Any], Prompt]
+
+
+@dataclass
+class Call:
+    """One ``act`` (an event) or ``draft`` (no event), as it happened."""
+
+    kind: Literal["event", "draft"]
+    type: str
+    state: Any
+    state_id: str
+    roles: tuple[str, ...]
+    render: Render
+    prompts: tuple[Prompt, ...]
+    outputs: tuple[Output, ...] = ()
+    malformed: dict[int, str] = field(default_factory=dict)  # output uid -> reason
+
+
+class Workflow(Protocol):
+    """What the rollout loop needs: the roles it may ask for, and the coroutine."""
+
+    roles: Sequence[str]
+
+    async def run(self, task: Task, team: Team) -> Outcome: ...
+
+
+def state_digest(state: Any) -> str:
+    """Identity of a shared state: 16 hex digits of its repr (states are frozen dataclasses)."""
+    return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
+
+
+class Team(ABC):
+    """Samples the outputs of one episode and keeps the record of its calls.
+
+    Subclasses say how outputs are sampled; what makes an event is decided here, once.
+    ``tool_seconds`` is the time limit of one tool call.
+    """
+
+    def __init__(self, tool_seconds: float = 30.0):
+        self.calls: list[Call] = []
+        self.tool_calls: dict[str, int] = {}
+        self.tool_time: dict[str, float] = {}
+        self._tool_seconds = tool_seconds
+        self._outputs = 0
+
+    @abstractmethod
+    async def sample(self, call: Call, first_uid: int) -> tuple[Output, ...]:
+        """One output for each role of ``call``, with uids from ``first_uid``."""
+
+    async def act(
+        self, event_type: str, state: Any, *, roles: Sequence[str], render: Render
+    ) -> tuple[Output, ...]:
+        """Samples one decision event: every role acts on the same pre-action ``state``."""
+        return await self._call("event", event_type, state, roles, render)
+
+    async def draft(
+        self, state: Any, *, roles: Sequence[str], render: Render, name: str = "draft"
+    ) -> tuple[Output, ...]:
+        """Samples private outputs: no event, never trained."""
+        return await self._call("draft", name, state, roles, render)
+
+    def malformed(self, output: Output, reason: str) -> None:
+        """Marks an output that does not parse. It stays in its event, is penalised and trained."""
+        for call in reversed(self.calls):
+            if any(output is o for o in call.outputs):
+                call.malformed[output.uid] = reason
+                return
+        raise ValueError(f"malformed(): no call of this episode made the output of {output.role!r}")
+
+    async def tool(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Runs a tool, a coroutine function or a blocking one (in a thread), under the time limit.
+
+        Raises EpisodeFailed when the tool is too slow. What the tool raises passes through: tools
+        raise EpisodeFailed for failures that end the episode.
+        """
+        self.tool_calls[name] = self.tool_calls.get(name, 0) + 1
+        started = time.perf_counter()
+        if inspect.iscoroutinefunction(function):
+            work = function(*args)
+        else:
+            work = asyncio.to_thread(function, *args)
+        try:
+            return await asyncio.wait_for(work, self._tool_seconds)
+        except TimeoutError:
+            raise EpisodeFailed(
+                "tool_timeout", f"{name} took more than {self._tool_seconds:g} s"
+            ) from None
+        finally:
+            self.tool_time[name] = self.tool_time.get(name, 0.0) + time.perf_counter() - started
+
+    async def _call(
+        self, kind: Literal["event", "draft"], type_: str, state: Any, roles: Sequence[str], render: Render
+    ) -> tuple[Output, ...]:
+        roles = tuple(roles)
+        if not roles:
+            raise ValueError(f"{type_}: a call needs at least one role")
+        if len(set(roles)) != len(roles):
+            raise ValueError(f"{type_}: a role acts once in an event, got {list(roles)}")
+        prompts = tuple(render(role, state) for role in roles)
+        call = Call(kind, type_, state, state_digest(state), roles, render, prompts)
+        self.calls.append(call)
+        first = self._outputs
+        self._outputs += len(roles)
+        call.outputs = await self.sample(call, first)
+        return call.outputs
+
+
+Replies = Mapping[str, Iterable[str]] | Sequence[str] | Callable[[str, Any, Prompt], str]
+
+
+class ScriptedTeam(Team):
+    """A team whose outputs are given: by role, in call order, or by a function of (role, state, prompt).
+
+    Raises EpisodeFailed("script") where the script has no output left for a role.
+    """
+
+    def __init__(self, replies: Replies, tool_seconds: float = 30.0):
+        super().__init__(tool_seconds)
+        if callable(replies):
+            self._reply = replies
+        elif isinstance(replies, Mapping):
+            queues = {role: iter(texts) for role, texts in replies.items()}
+            self._reply = lambda role, state, prompt: next(queues.get(role, iter(())))
+        else:
+            queue = iter(replies)
+            self._reply = lambda role, state, prompt: next(queue)
+
+    async def sample(self, call: Call, first_uid: int) -> tuple[Output, ...]:
+        outputs = []
+        for i, (role, prompt) in enumerate(zip(call.roles, call.prompts, strict=True)):
+            try:
+                text = self._reply(role, call.state, prompt)
+            except StopIteration:
+                raise EpisodeFailed("script", f"no reply left for {role!r} in {call.type!r}") from None
+            outputs.append(Output(first_uid + i, role, text))
+        return tuple(outputs)
