@@ -1,0 +1,136 @@
+"""Factbook questions kept as ArrayRecord by a tensorflow-datasets builder, without TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tensorflow_datasets as tfds
+
+from envs.search.factbook import TABLE, Split, select
+from envs.workflow import Task
+
+
+@dataclass(kw_only=True)
+class FactbookConfig(tfds.core.BuilderConfig):
+    """Which questions: the arguments of ``select``. The name holds them, and the table's digest."""
+
+    name: str = ""
+    split: Split = "train"
+    hops: int = 2
+    fields: tuple[str, ...] | None = None
+    seed: int = 0
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        identity = json.dumps(self.fields).encode() + TABLE.read_bytes()
+        digest = hashlib.sha256(identity).hexdigest()[:8]
+        size = "all" if self.size is None else self.size
+        self.name = f"{self.split}-hops{self.hops}-seed{self.seed}-size{size}-{digest}"
+
+
+class Factbook(tfds.core.GeneratorBasedBuilder):
+    """Questions of one split: id, prompt, and answers and extra as JSON."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    RELEASE_NOTES = {"1.0.0": "First version."}
+    # The inherited lookup imports importlib_resources, which tensorflow-datasets does not require.
+    code_path = Path(__file__)
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        text = tfds.features.Text
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description="Multi-hop questions about countries with one exact answer each.",
+            features=tfds.features.FeaturesDict(
+                {name: text() for name in ("id", "prompt", "answers", "extra")}
+            ),
+            disable_shuffling=True,
+        )
+
+    def _split_generators(self, dl_manager) -> dict[str, Iterator]:
+        return {self.builder_config.split: self._generate_examples()}
+
+    def _generate_examples(self) -> Iterator[tuple[int, dict[str, str]]]:
+        config = self.builder_config
+        chosen = select(
+            config.split,
+            hops=config.hops,
+            fields=config.fields,
+            seed=config.seed,
+            size=config.size,
+        )
+        for i, question in enumerate(chosen):
+            task = question.task()
+            yield (
+                i,
+                {
+                    "id": task.id,
+                    "prompt": task.prompt,
+                    "answers": json.dumps(task.answers, ensure_ascii=False),
+                    "extra": json.dumps(task.extra, ensure_ascii=False),
+                },
+            )
+
+
+class StoredQuestions(Sequence[Task]):
+    """Tasks read by index from ArrayRecord files."""
+
+    def __init__(self, source: Sequence[Mapping[str, bytes]]):
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"task {index} of {len(self)}")
+        row = {name: text.decode() for name, text in self._source[int(index) % len(self)].items()}
+        return Task(
+            id=row["id"],
+            prompt=row["prompt"],
+            answer=tuple(json.loads(row["answers"])),
+            source="factbook",
+            extra=json.loads(row["extra"]),
+        )
+
+
+def stored_tasks(
+    data_dir: str | os.PathLike,
+    *,
+    split: Split,
+    hops: int,
+    fields: tuple[str, ...] | None,
+    seed: int,
+    size: int | None,
+) -> StoredQuestions:
+    """The questions that ``select`` gives, written under ``data_dir`` unless they are there."""
+    select(split, hops=hops, fields=fields, seed=seed, size=size)  # refuses bad arguments first
+    config = FactbookConfig(split=split, hops=hops, fields=fields, seed=seed, size=size)
+    tfds.disable_progress_bar()
+    with _quiet():
+        builder = Factbook(config=config, data_dir=os.fspath(data_dir), file_format="array_record")
+        builder.download_and_prepare()
+    return StoredQuestions(builder.as_data_source(split=split))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Holds back the builder's messages about custom configurations and downloads."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)

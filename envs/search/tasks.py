@@ -1,0 +1,132 @@
+"""Search tasks from files of the verl family: golds are ``{"target": [..]}``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from envs.workflow import Task
+
+
+class TaskError(ValueError):
+    """A task file that cannot be read; one line that names the file and the line."""
+
+    exit_code = 2
+
+
+def read_tasks(path: str | os.PathLike) -> list[Task]:
+    """Tasks of a ``.jsonl`` or ``.parquet`` file.
+
+    Question: ``env_kwargs.question``, else ``extra_info.question``, ``question``, or the last user
+    turn of ``prompt``; a missing question mark is added. Golds: ``env_kwargs.ground_truth``, else
+    ``reward_model.ground_truth``, ``golden_answers`` or ``answer``: ``{"target": [..]}``, a list of
+    texts, or one text. Source: ``data_source``, else the file's name. Raises TaskError with the
+    file and the line (Parquet: row, from 1).
+    """
+    path = Path(path)
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise TaskError(f"{path}: need a .jsonl or .parquet file")
+    if not path.is_file():
+        raise TaskError(f"{path}: no such file")
+    rows = _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
+    tasks = []
+    for number, (where, row) in enumerate(rows, 1):
+        try:
+            tasks.append(_task(row, number, path.stem))
+        except ValueError as error:
+            raise TaskError(f"{where}: {error}") from None
+    if not tasks:
+        raise TaskError(f"{path}: no tasks")
+    return tasks
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise TaskError(f"{path}:{number}: not JSON: {error}") from None
+            yield f"{path}:{number}", row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}: row {number}", row
+    except pyarrow.ArrowInvalid as error:
+        raise TaskError(f"{path}: not Parquet: {str(error).splitlines()[0]}") from None
+
+
+def _task(row: Any, number: int, stem: str) -> Task:
+    if not isinstance(row, Mapping):
+        raise ValueError(f"need an object, got {type(row).__name__}")
+    sections = {name: row.get(name) or {} for name in ("env_kwargs", "reward_model", "extra_info")}
+    for name, value in sections.items():
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{name}: need an object, got {type(value).__name__}")
+    kwargs, reward, extra = sections.values()
+    question = _first(
+        kwargs.get("question"),
+        extra.get("question"),
+        row.get("question"),
+        _last_user_turn(row.get("prompt")),
+    )
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(
+            "no question (env_kwargs.question, extra_info.question, question or prompt)"
+        )
+    question = question.strip()
+    golds = _golds(
+        _first(
+            kwargs.get("ground_truth"),
+            reward.get("ground_truth"),
+            row.get("golden_answers"),
+            row.get("answer"),
+        )
+    )
+    source = str(_first(row.get("data_source"), kwargs.get("data_source"), stem))
+    index = _first(row.get("id"), extra.get("index"), number)
+    return Task(
+        id=f"{source}/{index}",
+        prompt=question if question.endswith("?") else question + "?",
+        answer=golds,
+        source=source,
+    )
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _last_user_turn(prompt: Any) -> Any:
+    if not isinstance(prompt, list):
+        return prompt
+    turns = [turn for turn in prompt if isinstance(turn, Mapping) and turn.get("role") == "user"]
+    return turns[-1].get("content") if turns else None
+
+
+def _golds(gold: Any) -> tuple[str, ...]:
+    if isinstance(gold, Mapping):
+        gold = gold.get("target")
+    texts = [gold] if isinstance(gold, str) else gold
+    if (
+        not isinstance(texts, list)
+        or not texts
+        or not all(isinstance(text, str) and text.strip() for text in texts)
+    ):
+        raise ValueError(
+            'no gold answers (reward_model.ground_truth {"target": [..]}, golden_answers or answer)'
+        )
+    return tuple(dict.fromkeys(texts))
