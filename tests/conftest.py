@@ -1,0 +1,28 @@
+"""Tests run on four virtual CPU devices unless a device test asks for others."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# Compiled programs are kept between runs and shared by the workers.
+cache = Path(__file__).parents[1] / ".jax_cache"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+import jax
+import pytest
+
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    jax.config.update("jax_num_cpu_devices", 4)
+
+
+def pytest_collection_modifyitems(config, items):
+    backend = jax.default_backend()
+    for item in items:
+        for kind in ("gpu", "tpu"):
+            if item.get_closest_marker(kind) and backend != kind:
+                item.add_marker(pytest.mark.skip(reason=f"needs a {kind.upper()}"))
