@@ -1,0 +1,80 @@
+"""Converts checkpoints between Hugging Face's layout and Flax (Orbax).
+
+to-flax reads a Hugging Face folder or a hub name. to-hf reads what to-flax wrote, or what training
+saved: a run's folder (its latest checkpoint), its "best" folder, or one step of either.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launch.cli import Parser, entry
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def main(argv: list[str] | None = None) -> int:
+    example = "python -m launch.convert to-hf runs/math/best exported"
+    parser = Parser("launch.convert", __doc__, example)
+    parser.add_argument("direction", choices=("to-flax", "to-hf"))
+    parser.add_argument("source", help="a folder; for to-flax also a hub name (Qwen/Qwen3-4B)")
+    parser.add_argument("target", help="a new or empty folder")
+    parser.add_argument("--dtype", choices=DTYPES, help="cast to this; by default nothing is cast")
+    parser.add_argument("--revision", help="branch, tag or commit of a hub name")
+    args = parser.parse_args(argv)
+
+    from models.convert import load_hf, save_hf
+    from models.flax_folder import load_flax, load_params, save_flax
+    from models.hub import resolve_checkpoint
+
+    if args.direction == "to-flax":
+        tokenizer_from = resolve_checkpoint(args.source, revision=args.revision)
+        model, _ = load_hf(tokenizer_from, dtype=args.dtype)
+        save_flax(model, args.target, tokenizer_from=tokenizer_from)
+    else:
+        run, step = find_training_checkpoint(Path(args.source))
+        if run is None:
+            tokenizer_from = Path(args.source)
+            model, _ = load_flax(args.source, dtype=args.dtype)
+        else:
+            tokenizer_from, config = _starting_point(run)
+            model = load_params(step, config, dtype=args.dtype)
+            print(f"read {step}")
+        save_hf(model, args.target, tokenizer_from=tokenizer_from)
+    print(f"wrote {args.target}: {model.config.model_type}, {model.config.num_layers} layers")
+    return 0
+
+
+def find_training_checkpoint(source: Path) -> tuple[Path | None, Path]:
+    """The run folder and the step folder that ``source`` stands for; None where there is no run.
+
+    Raises:
+      FileNotFoundError: a run without any checkpoint.
+    """
+    for run in (source, source.parent, source.parent.parent):
+        if not (run / "recipe.yaml").is_file():
+            continue
+        store = source / "checkpoints" if run == source else source
+        if store.name.isdigit():
+            return run, store
+        steps = [path for path in store.glob("*") if path.name.isdigit()]
+        if not steps:
+            raise FileNotFoundError(f"{store}: holds no checkpoint")
+        return run, max(steps, key=lambda path: int(path.name))
+    return None, source
+
+
+def _starting_point(run: Path):
+    """The checkpoint folder that a run started from, and its architecture."""
+    from models.checkpoint_files import read_json
+    from models.config import ModelConfig
+    from models.hub import resolve_checkpoint
+    from srpo_jax.yaml_reading import read_yaml
+
+    model = read_yaml(run / "recipe.yaml")["model"]
+    folder = resolve_checkpoint(model["path"], revision=model["revision"])
+    return folder, ModelConfig.from_hf(read_json(folder / "config.json"))
+
+
+if __name__ == "__main__":
+    entry(main)

@@ -1,0 +1,1 @@
+"""Decoder models in Flax NNX, their checkpoints and their tokenizers."""

@@ -1,0 +1,222 @@
+"""Safetensors files of a checkpoint folder: which are read, what they hold, how they are written.
+
+Tensors are memory-mapped and written one at a time, so neither direction holds a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from models.config import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+FLOAT_DTYPES: dict[str, np.dtype] = {
+    "F32": np.dtype(np.float32),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a safetensors file; ``start`` is its first byte within the file."""
+
+    name: str
+    file: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    def open(self) -> np.ndarray:
+        """A read-only memory map of the tensor, in its stored dtype and shape."""
+        if 0 in self.shape:
+            return np.empty(self.shape, self.dtype)
+        return np.memmap(self.file, self.dtype, mode="r", offset=self.start, shape=self.shape)
+
+
+@dataclass(frozen=True)
+class TensorToWrite:
+    """One tensor to be written; ``read`` is called when its turn comes."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+      CheckpointError: the file is missing or does not hold a JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: file not found") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    return value
+
+
+def list_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint, from the files' headers alone.
+
+    With an index, the index decides which file each tensor comes from; other safetensors files are
+    ignored with a warning. Without one, ``model.safetensors`` is read.
+
+    Raises:
+      CheckpointError: no safetensors, a missing shard, a tensor that the index and its file
+        disagree about, or a damaged file.
+    """
+    present = {path.name for path in folder.glob("*.safetensors")}
+    if (folder / INDEX_NAME).exists():
+        tensors = _list_indexed(folder, present)
+    elif SINGLE_NAME in present:
+        tensors = read_header(folder / SINGLE_NAME)
+    elif present:
+        raise CheckpointError(
+            f"{folder}: neither {INDEX_NAME} nor {SINGLE_NAME}, only {', '.join(sorted(present))}"
+        )
+    else:
+        found = sorted(path.name for path in folder.glob("*.bin"))
+        hint = f"; {', '.join(found)} must be converted to safetensors first" if found else ""
+        raise CheckpointError(f"{folder}: no safetensors file{hint}")
+    ignored = present - {tensor.file.name for tensor in tensors.values()}
+    if ignored:
+        logger.warning("%s: not part of the checkpoint, ignored: %s", folder, sorted(ignored))
+    return tensors
+
+
+def _list_indexed(folder: Path, present: set[str]) -> dict[str, StoredTensor]:
+    weight_map = read_json(folder / INDEX_NAME).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder / INDEX_NAME}: weight_map missing or empty")
+    shards = sorted({str(file) for file in weight_map.values()})
+    missing = [file for file in shards if file not in present]
+    if missing:
+        raise CheckpointError(f"{folder}: missing shards named by the index: {', '.join(missing)}")
+    tensors: dict[str, StoredTensor] = {}
+    for shard in shards:
+        header = read_header(folder / shard)
+        listed = {name for name, file in weight_map.items() if file == shard}
+        for name in sorted(listed ^ header.keys()):
+            where = "index, not in the file" if name in listed else "file, not there in the index"
+            raise CheckpointError(f"{folder / shard}: tensor {name} is in the {where}")
+        tensors.update((name, header[name]) for name in listed)
+    return tensors
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file.
+
+    Raises:
+      CheckpointError: the header is damaged, a tensor's dtype is not a float that can be read, its
+        byte count does not fit its shape, or the file ends before the tensor does.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise CheckpointError(f"{path}: truncated, its header is incomplete")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            entries = [
+                (
+                    str(name),
+                    str(entry["dtype"]),
+                    tuple(map(int, entry["shape"])),
+                    *map(int, entry["data_offsets"]),
+                )
+                for name, entry in header.items()
+            ]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise CheckpointError(f"{path}: not a safetensors file (bad header)") from None
+    tensors = {}
+    for name, dtype_name, shape, begin, end in entries:
+        dtype = FLOAT_DTYPES.get(dtype_name)
+        if dtype is None:
+            raise CheckpointError(
+                f"{path}: tensor {name} has dtype {dtype_name}, "
+                f"not one of {', '.join(FLOAT_DTYPES)}"
+            )
+        expected = math.prod(shape) * dtype.itemsize
+        if begin < 0 or end - begin != expected:
+            raise CheckpointError(
+                f"{path}: tensor {name} of shape {list(shape)} needs {expected} bytes, "
+                f"its entry has {end - begin}"
+            )
+        if 8 + length + end > size:
+            raise CheckpointError(f"{path}: truncated, tensor {name} ends after the file does")
+        tensors[name] = StoredTensor(name, path, dtype, shape, 8 + length + begin)
+    return tensors
+
+
+def write_tensors(folder: Path, tensors: list[TensorToWrite], max_shard_bytes: int) -> None:
+    """Writes ``model.safetensors``, or numbered shards with an index when it would be too large."""
+    shards: list[list[TensorToWrite]] = [[]]
+    for tensor in tensors:
+        filled = sum(other.nbytes for other in shards[-1])
+        if shards[-1] and filled + tensor.nbytes > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(tensor)
+    if len(shards) == 1:
+        _write_file(folder / SINGLE_NAME, shards[0])
+        return
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_file(folder / name, shard)
+        weight_map.update((tensor.name, name) for tensor in shard)
+    total = sum(tensor.nbytes for tensor in tensors)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_json(folder / INDEX_NAME, index)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes one JSON object, indented, with a final newline."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_file(path: Path, tensors: list[TensorToWrite]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + tensor.nbytes
+        header[tensor.name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)  # tensors start at a multiple of eight bytes
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for tensor in tensors:
+            values = np.ascontiguousarray(tensor.read(), tensor.dtype)
+            if values.shape != tensor.shape:
+                raise ValueError(f"{tensor.name}: {values.shape} is not {tensor.shape}")
+            file.write(values.view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())

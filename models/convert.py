@@ -1,0 +1,336 @@
+"""Hugging Face checkpoints to and from :class:`models.qwen.Qwen`, tensor by tensor.
+
+Every tensor is accounted for in both directions, and a checkpoint that is read and written in its
+own dtype comes back bit for bit. Only one parameter at a time is held beside the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from models.checkpoint_files import (
+    FLOAT_DTYPES,
+    StoredTensor,
+    TensorToWrite,
+    list_tensors,
+    read_json,
+    write_json,
+    write_tensors,
+)
+from models.config import CheckpointError, ModelConfig
+from models.hub import resolve_checkpoint
+from models.partition import param_sharding
+from models.qwen import Qwen
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+# Files that travel beside the weights: the tokenizer, its template and the generation defaults.
+SIDE_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+    "generation_config.json",
+)  # fmt: skip
+# Fields of config.json that describe the text side and are carried over unchanged.
+TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+Path_ = tuple[str, ...]
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a parameter lives in a checkpoint: one name per layer, or one name in all.
+
+    Kernels are [in, out] here and [out, in] in the files.
+    """
+
+    names: tuple[str, ...]
+    stacked: bool
+    transposed: bool
+
+    def file_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        inner = shape[1:] if self.stacked else shape
+        return inner[::-1] if self.transposed else inner
+
+
+def parameter_sources(config: ModelConfig) -> dict[Path_, _Source]:
+    """The Hugging Face name(s) behind every parameter path of a model."""
+    sources: dict[Path_, _Source] = {
+        ("embed", "embedding"): _Source((EMBEDDING,), stacked=False, transposed=False),
+        ("norm", "scale"): _Source(("model.norm.weight",), stacked=False, transposed=False),
+    }
+    if not config.tie_embeddings:
+        sources["lm_head", "kernel"] = _Source((HEAD,), stacked=False, transposed=True)
+
+    def add(module: str, leaf: str, name: str, transposed: bool = False) -> None:
+        names = tuple(f"model.layers.{i}.{name}" for i in range(config.num_layers))
+        sources["layers", module, leaf] = _Source(names, stacked=True, transposed=transposed)
+
+    add("input_norm", "scale", "input_layernorm.weight")
+    add("post_norm", "scale", "post_attention_layernorm.weight")
+    for module in ("q_proj", "k_proj", "v_proj"):
+        add(module, "kernel", f"self_attn.{module}.weight", transposed=True)
+        if config.qkv_bias:
+            add(module, "bias", f"self_attn.{module}.bias")
+    add("o_proj", "kernel", "self_attn.o_proj.weight", transposed=True)
+    if config.qk_norm:
+        add("q_norm", "scale", "self_attn.q_norm.weight")
+        add("k_norm", "scale", "self_attn.k_norm.weight")
+    for module in ("gate_proj", "up_proj", "down_proj"):
+        add(module, "kernel", f"mlp.{module}.weight", transposed=True)
+    return sources
+
+
+def load_hf(
+    path_or_hub_name: str | Path,
+    *,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    revision: str | None = None,
+) -> tuple[Qwen, ModelConfig]:
+    """Loads a checkpoint folder, or one that a hub name such as ``Qwen/Qwen3-4B`` stands for.
+
+    Args:
+      dtype: the parameters' dtype; files in another float dtype are cast. None keeps each
+        parameter's own.
+      mesh: places parameters by :mod:`models.partition`; every process then reads only the parts
+        that its own devices hold. None puts them on the default device.
+      revision: branch, tag or commit of a hub name.
+
+    Raises:
+      CheckpointError: names the file or tensor that is missing, left over, truncated, of the wrong
+        shape or dtype, or contradicts the config. All of this is found before any tensor is read,
+        but for a tied checkpoint whose own ``lm_head.weight`` differs from its embedding.
+    """
+    folder = resolve_checkpoint(path_or_hub_name, revision=revision)
+    hf_config = read_json(folder / "config.json")
+    if hf_config.get("quantization_config"):
+        raise CheckpointError(f"{folder}: quantised checkpoints are not supported")
+    config = ModelConfig.from_hf(hf_config)
+    tensors = list_tensors(folder)
+    if config.tie_embeddings and HEAD in tensors:
+        _check_tied_head(folder, tensors.pop(HEAD), tensors.get(EMBEDDING))
+
+    graphdef, state = abstract_model(config)
+    sources = parameter_sources(config)
+    shapes = {path: param.shape for path, param in state.items()}
+    _check_against_files(folder, shapes, sources, tensors)
+    for path, shape in shapes.items():
+        stored = [tensors[name] for name in sources[path].names]
+        kept = functools.reduce(jnp.promote_types, [tensor.dtype for tensor in stored])
+        read = _parameter_reader(stored, sources[path], shape, np.dtype(dtype or kept))
+        if mesh is None:
+            array = jnp.asarray(read((slice(None),) * len(shape)))
+        else:
+            array = jax.make_array_from_callback(shape, param_sharding(mesh, path, shape), read)
+        state[path].set_value(array)
+    return nnx.merge(graphdef, nnx.from_flat_state(state)), config
+
+
+def save_hf(
+    model: Qwen,
+    path: str | Path,
+    config: ModelConfig | None = None,
+    *,
+    tokenizer_from: str | Path | None = None,
+    dtype: Any = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Writes a folder that transformers and vLLM load: config, safetensors, tokenizer files.
+
+    The folder appears whole or not at all. On several processes all must call this; the first one
+    writes.
+
+    Args:
+      config: what the folder declares; None: the model's own.
+      tokenizer_from: a checkpoint folder whose tokenizer files, generation config and token ids of
+        ``config.json`` are copied.
+      dtype: dtype of the files; None keeps each parameter's own.
+      overwrite: an earlier checkpoint at ``path`` is replaced once the new one is complete.
+
+    Raises:
+      CheckpointError: the target may not be written to, or a parameter has no Hugging Face name.
+    """
+    config = config or model.config
+    _, state = nnx.split(model)
+    params = {path: param[...] for path, param in nnx.to_flat_state(state)}
+    sources = parameter_sources(config)
+    if sources.keys() != params.keys():
+        odd = sorted(".".join(path) for path in sources.keys() ^ params.keys())
+        raise CheckpointError(f"parameters without a Hugging Face counterpart: {', '.join(odd)}")
+    tensors = []
+    for param_path, source in sources.items():
+        array = params[param_path]
+        stored = np.dtype(dtype or array.dtype)
+        for layer, name in enumerate(source.names):
+            read = _tensor_reader(array, layer, source, stored)
+            tensors.append(TensorToWrite(name, stored, source.file_shape(array.shape), read))
+    unsupported = sorted({str(t.dtype) for t in tensors if t.dtype not in FLOAT_DTYPES.values()})
+    if unsupported:
+        raise CheckpointError(f"cannot write dtype {', '.join(unsupported)}")
+    hf_config = exported_config(config, tokenizer_from)
+    hf_config["torch_dtype"] = str(tensors[0].dtype)
+    if jax.process_index() != 0:
+        for tensor in tensors:  # takes part in the gathers, writes nothing
+            tensor.read()
+        return
+    with new_folder(path, overwrite=overwrite) as folder:
+        write_tensors(folder, tensors, max_shard_bytes)
+        write_json(folder / "config.json", hf_config)
+        if tokenizer_from is not None:
+            copy_side_files(tokenizer_from, folder)
+
+
+@contextmanager
+def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A sibling folder to fill, renamed to ``path`` at the end and removed after an error.
+
+    Raises:
+      CheckpointError: ``path`` is neither new nor an empty folder, nor, with ``overwrite``, a
+        checkpoint.
+    """
+    target = Path(path)
+    empty = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    if not empty and not (overwrite and (target / "config.json").is_file()):
+        kind = "a checkpoint" if overwrite else "an empty folder"
+        raise CheckpointError(f"{target}: exists and is not {kind}")
+    partial = target.with_name(target.name + ".partial")
+    replaced = target.with_name(target.name + ".replaced")
+    for leftover in (partial, replaced):
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if not empty:
+            target.replace(replaced)
+        partial.replace(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if not empty:
+        shutil.rmtree(replaced)
+
+
+def copy_side_files(source: str | Path, target: Path) -> None:
+    """Copies the tokenizer, chat template and generation config that ``source`` has."""
+    for name in SIDE_FILES:
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, target / name)
+
+
+def abstract_model(config: ModelConfig) -> tuple[Any, dict[Path_, Any]]:
+    """The graph definition, and parameter path -> Param of a shape without a value."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen(config, rngs=nnx.Rngs(0))))
+    return graphdef, dict(nnx.to_flat_state(state))
+
+
+def _check_against_files(
+    folder: Path,
+    shapes: dict[Path_, tuple[int, ...]],
+    sources: dict[Path_, _Source],
+    tensors: dict[str, StoredTensor],
+) -> None:
+    wanted = {
+        name: sources[path].file_shape(shape)
+        for path, shape in shapes.items()
+        for name in sources[path].names
+    }
+    missing = sorted(wanted.keys() - tensors.keys())
+    if missing:
+        untied = " (tie_word_embeddings is false)" if missing == [HEAD] else ""
+        raise CheckpointError(f"{folder}: missing tensor {_some(missing)}{untied}")
+    left_over = sorted(tensors.keys() - wanted.keys())
+    if left_over:
+        raise CheckpointError(f"{folder}: tensor {_some(left_over)} has no place in this model")
+    for name, shape in wanted.items():
+        if tensors[name].shape != shape:
+            raise CheckpointError(
+                f"{tensors[name].file}: tensor {name} has shape {list(tensors[name].shape)}, "
+                f"the config asks for {list(shape)}"
+            )
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
+
+
+def _check_tied_head(folder: Path, head: StoredTensor, embedding: StoredTensor | None) -> None:
+    """A tied checkpoint may carry a copy of its embedding as a head, but not another head."""
+    if embedding is None:
+        return  # reported as missing with the others
+    same = head.shape == embedding.shape and all(
+        np.array_equal(a, b) for a, b in zip(head.open(), embedding.open(), strict=True)
+    )
+    if not same:
+        raise CheckpointError(
+            f"{folder}: {HEAD} differs from {EMBEDDING}, but tie_word_embeddings is true"
+        )
+    logger.warning("%s: %s repeats the tied embedding and is not kept", folder, HEAD)
+
+
+def _parameter_reader(
+    stored: list[StoredTensor], source: _Source, shape: tuple[int, ...], dtype: np.dtype
+) -> Callable[[tuple[slice, ...]], np.ndarray]:
+    """Reads any part of a parameter from its files; equal parts (replicas) are read once."""
+    parts: dict[tuple, np.ndarray] = {}
+
+    def view(tensor: StoredTensor) -> np.ndarray:
+        return tensor.open().T if source.transposed else tensor.open()
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        ranges = [range(size)[part] for size, part in zip(shape, index, strict=True)]
+        key = tuple((r.start, r.stop) for r in ranges)
+        if key not in parts:
+            out = np.empty([len(r) for r in ranges], dtype)
+            if source.stacked:
+                for row, layer in enumerate(ranges[0]):
+                    out[row] = view(stored[layer])[index[1:]]
+            else:
+                out[...] = view(stored[0])[index]
+            parts[key] = out
+        return parts[key]
+
+    return read
+
+
+def _tensor_reader(
+    array: jax.Array, layer: int, source: _Source, dtype: np.dtype
+) -> Callable[[], np.ndarray]:
+    def read() -> np.ndarray:
+        values = array
+        if not array.is_fully_addressable:
+            replicated = NamedSharding(array.sharding.mesh, PartitionSpec())
+            if source.stacked:
+                values = jax.jit(lambda x, i: x[i], out_shardings=replicated)(array, layer)
+            else:
+                values = jax.jit(lambda x: x, out_shardings=replicated)(array)
+        elif source.stacked:
+            values = array[layer]
+        host = np.asarray(values)
+        return (host.T if source.transposed else host).astype(dtype)
+
+    return read
+
+
+def exported_config(config: ModelConfig, tokenizer_from: str | Path | None) -> dict[str, Any]:
+    """A ``config.json`` of the architecture, with the token ids of another folder's."""
+    hf_config = config.to_hf()
+    if tokenizer_from is not None and (Path(tokenizer_from) / "config.json").is_file():
+        side = read_json(Path(tokenizer_from) / "config.json")
+        hf_config |= {key: side[key] for key in TOKEN_FIELDS if key in side}
+    return hf_config

@@ -1,0 +1,94 @@
+"""A model's parameters in Orbax: Flax checkpoint folders, and the parameters of a training state.
+
+A Flax checkpoint folder holds ``state`` (Orbax), ``config.json`` and the tokenizer files. In it, as
+in a training state, the parameters are under ``params``, by the model's own parameter paths.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from models.checkpoint_files import read_json, write_json
+from models.config import CheckpointError, ModelConfig
+from models.convert import abstract_model, copy_side_files, exported_config, new_folder
+from models.partition import param_sharding
+from models.qwen import Qwen
+
+STATE = "state"
+
+
+def save_flax(model: Qwen, path: str | Path, *, tokenizer_from: str | Path) -> None:
+    """Writes parameters in their own dtypes, with the token ids and tokenizer files of a folder.
+
+    Raises:
+      CheckpointError: the target is not an empty or new folder.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    params = nnx.to_pure_dict(nnx.state(model))
+    with new_folder(path) as folder:
+        ocp.save((folder / STATE).absolute(), {"params": params})
+        write_json(folder / "config.json", exported_config(model.config, tokenizer_from))
+        copy_side_files(tokenizer_from, folder)
+
+
+def load_flax(
+    path: str | Path, *, dtype: Any = None, mesh: Mesh | None = None
+) -> tuple[Qwen, ModelConfig]:
+    """Loads a folder of :func:`save_flax`; ``dtype`` and ``mesh`` as in ``load_hf``.
+
+    Raises:
+      CheckpointError: not such a folder, or its parameters do not fit its config.
+    """
+    folder = Path(path)
+    if not (folder / STATE).is_dir():
+        raise CheckpointError(f"{folder}: not a Flax checkpoint folder (no {STATE})")
+    config = ModelConfig.from_hf(read_json(folder / "config.json"))
+    return load_params(folder / STATE, config, dtype=dtype, mesh=mesh), config
+
+
+def load_params(
+    path: str | Path, config: ModelConfig, *, dtype: Any = None, mesh: Mesh | None = None
+) -> Qwen:
+    """The model of an Orbax checkpoint; what it holds beside ``params`` is not read.
+
+    Raises:
+      CheckpointError: not an Orbax checkpoint, or its parameters do not fit the config.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    checkpoint = Path(path).absolute()
+    try:
+        stored = dict(nnx.traversals.flatten_mapping(ocp.metadata(checkpoint).metadata["params"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        raise CheckpointError(f"{path}: not an Orbax checkpoint with params") from None
+    graphdef, state = abstract_model(config)
+    for name in sorted(state.keys() | stored.keys()):
+        wanted, found = (
+            list(tree[name].shape) if name in tree else "missing" for tree in (state, stored)
+        )
+        if wanted != found:
+            raise CheckpointError(
+                f"{path}: parameter {'.'.join(name)}: the config asks for {wanted}, found {found}"
+            )
+    abstract = {}
+    for name, param in state.items():
+        if mesh is None:
+            sharding = SingleDeviceSharding(jax.local_devices()[0])
+        else:
+            sharding = param_sharding(mesh, name, param.shape)
+        kept = dtype or stored[name].dtype
+        abstract[name] = jax.ShapeDtypeStruct(param.shape, kept, sharding=sharding)
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    with context:
+        loaded = ocp.load(checkpoint, {"params": nnx.traversals.unflatten_mapping(abstract)})
+    arrays = nnx.traversals.flatten_mapping(loaded["params"])
+    for name, param in state.items():
+        param.set_value(arrays[name])
+    return nnx.merge(graphdef, nnx.from_flat_state(state))

@@ -1,0 +1,106 @@
+"""Reads GGUF files (version 3, little-endian): metadata, and tensors in F32, Q4_1 or Q8_0.
+
+Layout and quantisation blocks follow the format's public description in ggml's docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from models.config import CheckpointError
+
+_SCALARS = {
+    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
+    12: "<d",
+}  # fmt: skip
+_STRING, _ARRAY = 8, 9
+_BLOCK = 32  # values in a quantisation block
+_F32, _Q4_1, _Q8_0 = 0, 3, 8
+_BYTES_PER_BLOCK = {_F32: 4 * _BLOCK, _Q4_1: 2 + 2 + _BLOCK // 2, _Q8_0: 2 + _BLOCK}
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One tensor; ``shape`` is in row-major order, outermost axis first."""
+
+    file: Path
+    shape: tuple[int, ...]
+    kind: int
+    start: int
+
+    def read(self) -> np.ndarray:
+        """The dequantised values, float32 of ``shape``."""
+        count = int(np.prod(self.shape)) // _BLOCK
+        size = count * _BYTES_PER_BLOCK[self.kind]
+        raw = np.fromfile(self.file, np.uint8, size, offset=self.start)
+        if raw.size != size:
+            raise CheckpointError(f"{self.file}: truncated")
+        if self.kind == _F32:
+            return raw.view(np.float32).reshape(self.shape)
+        blocks = raw.reshape(count, -1)
+        scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+        if self.kind == _Q8_0:
+            values = scale * blocks[:, 2:].view(np.int8).astype(np.float32)
+        else:  # the low halves of the bytes are the first sixteen values, the high halves the rest
+            minimum = blocks[:, 2:4].copy().view(np.float16).astype(np.float32)
+            packed = blocks[:, 4:]
+            quants = np.concatenate([packed & 15, packed >> 4], axis=1).astype(np.float32)
+            values = scale * quants + minimum
+        return values.reshape(self.shape)
+
+
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    """The metadata and the tensors of a file, by name.
+
+    Raises:
+      CheckpointError: not a GGUF version 3 file, truncated, or a tensor of another quantisation.
+    """
+    try:
+        with path.open("rb") as file:
+            return _read(path, file)
+    except struct.error:
+        raise CheckpointError(f"{path}: truncated GGUF header") from None
+
+
+def _read(path: Path, file: BinaryIO) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    if file.read(4) != b"GGUF" or _scalar(file, 4) != 3:
+        raise CheckpointError(f"{path}: not a GGUF version 3 file")
+    tensor_count, field_count = _scalar(file, 10), _scalar(file, 10)
+    fields = {}
+    for _ in range(field_count):
+        name = _value(file, _STRING)
+        fields[name] = _value(file, _scalar(file, 4))
+    entries = {}
+    for _ in range(tensor_count):
+        name = _value(file, _STRING)
+        inner_first = [_scalar(file, 10) for _ in range(_scalar(file, 4))]
+        kind, offset = _scalar(file, 4), _scalar(file, 10)
+        if kind not in _BYTES_PER_BLOCK or inner_first[0] % _BLOCK:
+            raise CheckpointError(f"{path}: tensor {name} has unsupported quantisation type {kind}")
+        entries[name] = (tuple(reversed(inner_first)), kind, offset)
+    alignment = fields.get("general.alignment", 32)
+    data = -(-file.tell() // alignment) * alignment
+    tensors = {
+        name: GgufTensor(path, shape, kind, data + offset)
+        for name, (shape, kind, offset) in entries.items()
+    }
+    return fields, tensors
+
+
+def _scalar(file: BinaryIO, kind: int) -> Any:
+    layout = _SCALARS[kind]
+    return struct.unpack(layout, file.read(struct.calcsize(layout)))[0]
+
+
+def _value(file: BinaryIO, kind: int) -> Any:
+    if kind == _STRING:
+        return file.read(_scalar(file, 10)).decode("utf-8")
+    if kind == _ARRAY:
+        item_kind, count = _scalar(file, 4), _scalar(file, 10)
+        return [_value(file, item_kind) for _ in range(count)]
+    return _scalar(file, kind)
