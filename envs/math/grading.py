@@ -1,0 +1,236 @@
+r"""Grading of boxed answers.
+
+    grade(r"Hence \boxed{\frac{2}{3}}.", "2/3")  ->  Grade(correct=True, answer="\\frac{2}{3}")
+
+The answer is the content of the response's last ``\boxed{...}``. Plain numbers are decided here and
+exactly; what needs algebra goes to a pool of worker processes that can be killed (never forked: the
+caller may hold threads and accelerators). Any thread may grade.
+
+Conventions, where mathematics alone does not decide:
+
+* No box, an empty box, or a last box that generation cut: no answer. A stray number in prose is
+  none, and an earlier box does not count once another was opened.
+* No tolerance: a rounded decimal of an exact gold (0.3333333 for 1/3, 9.42 for 3\pi) is wrong, and
+  an integer of any length is compared in full.
+* Units: one side with a unit and one without agree if the values do; two different units do not,
+  and nothing is converted. Currency signs are units.
+* Percent: 50, 0.5 and 50\% all agree with 50\%; 50\% agrees with 50 and with 0.5.
+* Degrees: 30 and \pi/6 agree with 30^\circ. Inside a function 60^\circ is an angle.
+* Words and choice letters compare without case, symbols with it. A choice letter may be followed by
+  its value: "(B) 12" agrees with B and with 12.
+* Lists and sets are unordered, tuples and intervals ordered with their brackets; a list needs all
+  of the gold's items and no other. A bare list is not a tuple.
+* Intervals, inequalities, set-builder notation and membership are read alike. An assignment
+  ("x = 5") agrees with its value. Equations agree if they are multiples of each other.
+* a:b is a quotient. A number with a stated base agrees with its digits alone, and with another base
+  by value. Expressions agree by value, in whatever form (factored or not).
+* 1,000, 1\,000 and 1 000 are one number; "1, 000" and "1,2,3" are lists.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from envs.math.compare import same_answer
+from envs.math.numbers import Undecided
+from envs.math.parsing import last_boxed
+
+TIME_LIMIT, MEMORY_LIMIT, CRASH = "time limit", "memory limit", "crash"
+
+
+@dataclass(frozen=True)
+class Grade:
+    """A verdict. ``answer``: the box's content, None without one.
+
+    ``error`` says why no verdict was reached (``correct`` is False then): ``time limit``, ``memory
+    limit``, ``crash: ...`` (the process died twice), or what stopped the comparison.
+    """
+
+    correct: bool
+    answer: str | None
+    error: str | None = None
+
+
+def grade(response: str, gold: str | Sequence[str], pool: GraderPool | None = None) -> Grade:
+    """Grades a whole model output against the gold answer, or against any of several.
+
+    ``pool`` defaults to one that is shared by the process and started on first need.
+    """
+    answer = last_boxed(response)
+    if answer is None:
+        return Grade(False, None)
+    golds = (gold,) if isinstance(gold, str) else tuple(gold)
+    undecided = []
+    for text in (last_boxed(gold) or gold for gold in golds):
+        try:
+            if same_answer(answer, text):
+                return Grade(True, answer)
+        except Undecided:
+            undecided.append(text)
+    if not undecided:
+        return Grade(False, answer)
+    correct, error = (pool or default_pool()).compare(answer, undecided)
+    return Grade(correct, answer, error)
+
+
+@functools.cache
+def default_pool() -> GraderPool:
+    """The process's own pool, closed at exit."""
+    pool = GraderPool()
+    atexit.register(pool.close)
+    return pool
+
+
+class GraderPool:
+    """Worker processes that compare answers; each is killed and replaced when it passes a limit.
+
+    ``workers`` processes at most, started one by one when all others are busy. ``seconds``:
+    processor time of one comparison, so that a busy machine changes no verdict; by the clock it is
+    ten times that, and at least 8. ``memory_mb``: address space of a process.
+    """
+
+    _WALL_SECONDS = 8.0
+    _START_SECONDS = 60.0
+
+    def __init__(self, workers: int | None = None, seconds: float = 1.0, memory_mb: int = 1024):
+        self._size = workers or max(2, min(8, (os.cpu_count() or 2) // 2))
+        self._command = [sys.executable, "-m", "envs.math.worker", str(seconds), str(memory_mb)]
+        self._wall = max(self._WALL_SECONDS, 10 * seconds)
+        self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
+        for _ in range(self._size):
+            self._idle.put(None)  # a place whose process is not started yet
+        self._lock = threading.Lock()
+        self._closed = False
+        self._alive: set[_Worker] = set()
+
+    def compare(self, answer: str, golds: Sequence[str]) -> tuple[bool, str | None]:
+        """(correct, error) of one answer against any of several golds."""
+        request = json.dumps({"answer": answer, "golds": list(golds)})
+        worker = self._idle.get()
+        if self._closed:
+            self._idle.put(None)
+            raise RuntimeError("the grader pool is closed")
+        try:
+            for last_try in (False, True):
+                if worker is None:
+                    worker = self._start()
+                reply = worker.ask(request, self._START_SECONDS, self._wall)
+                if isinstance(reply, dict):
+                    return reply["correct"], reply["error"]
+                self._drop(worker)
+                worker = None
+                if not reply.startswith(CRASH) or last_try:
+                    return False, reply
+        finally:
+            self._idle.put(worker)
+        raise AssertionError("unreachable")
+
+    def close(self) -> None:
+        """Ends all processes; later comparisons raise RuntimeError."""
+        with self._lock:
+            self._closed = True
+            workers, self._alive = self._alive, set()
+        for worker in workers:
+            worker.kill()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (worker := self._idle.get_nowait()) is not None:
+                    worker.close_pipes()
+        self._idle.put(None)  # threads that wait for a worker learn that the pool is closed
+
+    def __enter__(self) -> GraderPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> _Worker:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the grader pool is closed")
+            worker = _Worker(self._command)
+            self._alive.add(worker)
+            return worker
+
+    def _drop(self, worker: _Worker) -> None:
+        worker.kill()
+        worker.close_pipes()
+        with self._lock:
+            self._alive.discard(worker)
+
+
+class _Worker:
+    """One process and its pipes; used by one thread at a time."""
+
+    def __init__(self, command: Sequence[str]):
+        root = str(Path(__file__).parents[2])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        )
+        self._buffer = b""
+        self._ready = False
+
+    def ask(self, request: str, start_seconds: float, seconds: float) -> dict | str:
+        """The verdict, or in text what ended the process."""
+        if not self._ready:
+            if self._line(start_seconds) is None:
+                return self._ending()
+            self._ready = True
+        try:
+            self._process.stdin.write(request.encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return self._ending()
+        line = self._line(seconds)
+        return self._ending() if line is None else json.loads(line)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def close_pipes(self) -> None:
+        """For the thread that holds the worker."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+    def _line(self, seconds: float) -> bytes | None:
+        """The next line, or None at the end of the stream or of the time."""
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._buffer:
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                return None
+            chunk = os.read(self._process.stdout.fileno(), 65536)
+            if not chunk:
+                return None
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def _ending(self) -> str:
+        try:
+            code = self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return TIME_LIMIT
+        return TIME_LIMIT if code == -signal.SIGPROF else f"{CRASH}: exit code {code}"

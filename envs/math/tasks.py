@@ -1,0 +1,350 @@
+"""Math tasks: reasoning-gym generators kept as ArrayRecord, and files of the verl family.
+
+``math_tasks`` generates a set once (a tensorflow-datasets builder; TensorFlow itself is not needed)
+and reads it by index ever after. ``read_tasks`` reads JSONL and Parquet files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import io
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tensorflow_datasets as tfds
+
+from envs.workflow import Task
+
+SPLITS = ("train", "validation", "test")
+ARITHMETIC = "arithmetic"
+
+# A problem's split follows from its text, so no problem is in two splits, whatever the seeds.
+_BUCKETS = {"test": (0,), "validation": (1,), "train": range(2, 10)}
+_BLOCK = 1024  # problems generated at a time
+_TRIES = 100  # generated problems for each wanted one, at most
+
+
+class TaskError(ValueError):
+    """A task set that cannot be made or read; one line that says where."""
+
+
+@dataclass(kw_only=True)
+class MathTasksConfig(tfds.core.BuilderConfig):
+    """One task set: a reasoning-gym generator (or ``arithmetic``), its settings, split and size."""
+
+    name: str = ""
+    generator: str = ARITHMETIC
+    split: str = "train"
+    seed: int = 0
+    size: int = 1
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        identity = json.dumps(dict(self.settings), sort_keys=True, default=str)
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
+        self.name = f"{self.generator}-{self.split}-seed{self.seed}-size{self.size}-{digest}"
+
+
+class MathTasks(tfds.core.GeneratorBasedBuilder):
+    """Problems of one generator: id, prompt, answer, source, and extra as JSON."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    RELEASE_NOTES = {"1.0.0": "First version."}
+    # The inherited lookup imports importlib_resources, which tensorflow-datasets does not require.
+    code_path = Path(__file__)
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        text = tfds.features.Text
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description="Generated mathematics problems with one right answer.",
+            features=tfds.features.FeaturesDict(
+                {name: text() for name in ("id", "prompt", "answer", "source", "extra")}
+            ),
+            disable_shuffling=True,
+        )
+
+    def _split_generators(self, dl_manager) -> dict[str, Iterator]:
+        return {self.builder_config.split: self._generate_examples()}
+
+    def _generate_examples(self) -> Iterator[tuple[int, dict[str, str]]]:
+        config = self.builder_config
+        for i, item in enumerate(_generate(config)):
+            expression = item["metadata"].get("expression")
+            extra = {"expression": expression.replace(" ", "")} if expression else {}
+            yield (
+                i,
+                {
+                    "id": f"{config.generator}/{config.split}/{config.seed}/{i}",
+                    "prompt": item["question"].strip(),
+                    "answer": item["answer"],
+                    "source": config.generator,
+                    "extra": json.dumps(extra),
+                },
+            )
+
+
+class StoredTasks(Sequence[Task]):
+    """Tasks read by index from ArrayRecord files."""
+
+    def __init__(self, source: Sequence[Mapping[str, bytes]]):
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"task {index} of {len(self)}")
+        row = {k: v.decode() for k, v in self._source[int(index) % len(self)].items()}
+        return Task(
+            id=row["id"],
+            prompt=row["prompt"],
+            answer=row["answer"],
+            source=row["source"],
+            extra=json.loads(row["extra"]),
+        )
+
+
+def math_tasks(
+    name: str = ARITHMETIC,
+    *,
+    size: int,
+    data_dir: str | os.PathLike,
+    split: str = "train",
+    seed: int = 0,
+    **settings: Any,
+) -> Sequence[Task]:
+    """``size`` tasks of a generator, made on the first call and read from ``data_dir`` afterwards.
+
+    ``name``: ``arithmetic``, or any reasoning-gym data set whose answer is the one right answer;
+    ``settings`` are its configuration. ``arithmetic`` is chain_sum with three terms of one or two
+    digits, additions only unless ``subtraction=True``. Where a problem is a bare expression,
+    ``task.extra["expression"]`` holds it ("12+7+30").
+
+    Splits (train, validation, test) share no problem: a problem's split is a hash of its text, and
+    different splits and seeds draw from different streams. Raises TaskError (a ValueError).
+    """
+    if split not in SPLITS:
+        raise TaskError(f"split: {split!r} is not one of {', '.join(SPLITS)}")
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise TaskError(f"size: need an integer of at least 1, got {size!r}")
+    _check_generator(name, settings)
+    config = MathTasksConfig(
+        generator=name, split=split, seed=seed, size=size, settings=dict(settings)
+    )
+    tfds.disable_progress_bar()
+    with _quiet():
+        try:
+            builder = _prepared(config, data_dir)
+        except FileExistsError:  # another process was faster: its files are the same
+            builder = _prepared(config, data_dir)
+    return StoredTasks(builder.as_data_source(split=split))
+
+
+def _prepared(config: MathTasksConfig, data_dir: str | os.PathLike) -> MathTasks:
+    builder = MathTasks(config=config, data_dir=os.fspath(data_dir), file_format="array_record")
+    builder.download_and_prepare()
+    return builder
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Holds back the builder's messages about custom configurations and downloads."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _check_generator(name: str, settings: Mapping[str, Any]) -> None:
+    from reasoning_gym.factory import DATASETS
+
+    if name == ARITHMETIC:
+        known = ["subtraction", "min_terms", "max_terms", "min_digits", "max_digits"]
+    elif name in DATASETS:
+        config_class = DATASETS[name][1]
+        known = [f.name for f in dataclasses.fields(config_class) if f.name not in ("seed", "size")]
+    else:
+        raise TaskError(f"tasks: no generator {name!r}{_nearest(name, [ARITHMETIC, *DATASETS])}")
+    for key in settings:
+        if key not in known:
+            raise TaskError(f"tasks: {name} has no setting {key!r}{_nearest(key, known)}")
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, 1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+
+
+def _generate(config: MathTasksConfig) -> Iterator[dict[str, Any]]:
+    """``config.size`` items of the split."""
+    settings = dict(config.settings)
+    name, subtraction = config.generator, True
+    if name == ARITHMETIC:
+        name = "chain_sum"
+        subtraction = settings.pop("subtraction", False)
+        settings = {"min_terms": 3, "max_terms": 3, "max_digits": 2, **settings}
+    # reasoning-gym seeds item i with seed + i: neighbouring seeds would share almost all items.
+    identity = f"{config.generator}/{config.split}/{config.seed}"
+    base = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:6])
+    found = 0
+    for block in range(0, config.size * _TRIES + _BLOCK, _BLOCK):
+        for item in _block(name, settings, base + block):
+            bucket = hashlib.sha256(item["question"].encode()).digest()[0] % 10
+            if bucket not in _BUCKETS[config.split]:
+                continue
+            if not subtraction and "-" in item["metadata"]["expression"]:
+                continue
+            if not isinstance(item["answer"], str):
+                raise TaskError(f"tasks: {name} has no single right answer to grade against")
+            yield item
+            found += 1
+            if found == config.size:
+                return
+    raise TaskError(
+        f"tasks: {config.generator} has only {found} problems for split {config.split!r} in "
+        f"{block + _BLOCK} draws, {config.size} are wanted"
+    )
+
+
+def _block(name: str, settings: Mapping[str, Any], seed: int) -> Iterator[dict[str, Any]]:
+    import reasoning_gym
+
+    try:
+        data = reasoning_gym.create_dataset(name, seed=seed, size=_BLOCK, **settings)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise TaskError(f"tasks: {name}: {error}") from None
+    return iter(data)
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+_SUFFIX = re.compile(
+    r"\s*(?:Please|Let's|Let us)?[^\n.]*\bstep by step\b[^\n]*\\boxed\{[^\n]*$", re.IGNORECASE
+)
+
+
+def read_tasks(path: str | os.PathLike, *, source: str | None = None) -> list[Task]:
+    r"""Tasks of a ``.jsonl`` or ``.parquet`` file.
+
+    Problem: ``env_kwargs.question``, else the last user turn of ``prompt`` (or ``prompt`` as plain
+    text), else ``problem`` or ``question``; a closing "step by step ... \boxed{}" instruction is
+    dropped, because the roles' prompts give their own. Gold: ``env_kwargs.ground_truth``, else
+    ``reward_model.ground_truth``, else ``answer``: text, a number, or a list of accepted ones.
+    Source: ``source``, else ``data_source``, else the file's name. Raises TaskError with file and
+    line (Parquet: row, from 1).
+    """
+    path = Path(path)
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise TaskError(f"{path}: need a .jsonl or .parquet file")
+    if not path.is_file():
+        raise TaskError(f"{path}: no such file")
+    rows = _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
+    tasks = [_task(row, where, number, source or path.stem) for where, number, row in rows]
+    if not tasks:
+        raise TaskError(f"{path}: no tasks")
+    if source is not None:
+        tasks = [dataclasses.replace(task, source=source) for task in tasks]
+    return tasks
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, int, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                yield where, number, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise TaskError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, int, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches()
+        number = 0
+        for batch in batches:
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}: row {number}", number, row
+    except pyarrow.ArrowInvalid as error:
+        raise TaskError(f"{path}: not Parquet: {str(error).splitlines()[0]}") from None
+
+
+def _task(row: Any, where: str, number: int, stem: str) -> Task:
+    if not isinstance(row, Mapping):
+        raise TaskError(f"{where}: need an object, got {type(row).__name__}")
+    kwargs, reward = row.get("env_kwargs") or {}, row.get("reward_model") or {}
+    extra = row.get("extra_info") or {}
+    for name, value in (("env_kwargs", kwargs), ("reward_model", reward), ("extra_info", extra)):
+        if not isinstance(value, Mapping):
+            raise TaskError(f"{where}: {name}: need an object, got {type(value).__name__}")
+    prompt = _first(
+        kwargs.get("question"), row.get("prompt"), row.get("problem"), row.get("question")
+    )
+    if prompt is None:
+        raise TaskError(f"{where}: no problem (env_kwargs.question, prompt, problem or question)")
+    gold = _first(kwargs.get("ground_truth"), reward.get("ground_truth"), row.get("answer"))
+    if gold is None:
+        raise TaskError(f"{where}: no gold answer (reward_model.ground_truth or answer)")
+    source = str(row.get("data_source") or kwargs.get("data_source") or stem)
+    index = _first(row.get("id"), extra.get("index"), number)
+    return Task(
+        id=f"{source}/{index}",
+        prompt=_problem(prompt, where),
+        answer=_gold(gold, where),
+        source=source,
+    )
+
+
+def _first(*values: Any) -> Any:
+    return next((v for v in values if v is not None), None)
+
+
+def _problem(prompt: Any, where: str) -> str:
+    if not isinstance(prompt, str):
+        turns = prompt if isinstance(prompt, list) else [prompt]
+        users = [t for t in turns if isinstance(t, Mapping) and t.get("role") == "user"]
+        prompt = users[-1].get("content") if users else None
+        if not isinstance(prompt, str):
+            raise TaskError(f"{where}: prompt: need text or turns with a user's text")
+    stripped = _SUFFIX.sub("", prompt).strip()
+    if not stripped:
+        raise TaskError(f"{where}: the problem is empty")
+    return stripped
+
+
+def _gold(gold: Any, where: str) -> str | tuple[str, ...]:
+    values = gold if isinstance(gold, list) else [gold]
+    texts = [_gold_text(v) for v in values]
+    if not texts or any(text is None or not text.strip() for text in texts):
+        raise TaskError(f"{where}: gold answer: need text or a number, got {gold!r}")
+    return tuple(texts) if isinstance(gold, list) else texts[0]
+
+
+def _gold_text(value: Any) -> str | None:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
