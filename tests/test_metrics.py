@@ -1,0 +1,116 @@
+"""Metric rows and episodes: exact values, cutting back at resume, unreadable text."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from srpo_jax.metrics import (
+    EpisodeWriter,
+    MetricLogger,
+    episode_steps,
+    find_episode,
+    read_episodes,
+    read_metrics,
+)
+
+
+@given(value=st.floats(allow_nan=False, allow_infinity=False))
+def test_floats_read_back_to_the_same_bits(tmp_path_factory, value):
+    folder = tmp_path_factory.mktemp("run")
+    path = folder / "metrics.jsonl"
+    logger = MetricLogger(folder)
+    logger._writer = Silent()
+    logger.log(3, {"x": value, "f32": np.float32(0.1)})
+    row = read_metrics(folder)[0]
+    assert math.copysign(1, row["x"]) == math.copysign(1, value) and row["x"] == value
+    assert row["f32"] == float(np.float32(0.1)) and row["step"] == 3
+    assert path.read_text().count("\n") == 1
+
+
+class Silent:
+    """Stands for the TensorBoard writer where a test looks at the rows alone."""
+
+    def add_scalar(self, *args):
+        pass
+
+
+def test_kinds_of_numbers(tmp_path):
+    logger = MetricLogger(tmp_path)
+    logger.log(
+        0, {"n": np.int32(7), "nan": float("nan"), "inf": float("inf"), "array": np.ones(())}
+    )
+    logger.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text == '{"step": 0, "n": 7, "nan": null, "inf": null, "array": 1.0}\n'
+    with pytest.raises((TypeError, ValueError)):
+        logger.log(1, {"text": "high"})
+
+
+def test_resume_cuts_back_and_goes_on(tmp_path):
+    logger = MetricLogger(tmp_path)
+    for step in range(5):
+        logger.log(step, {"loss": step / 3})
+    logger.close()
+    whole = (tmp_path / "metrics.jsonl").read_text()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "lo')  # killed while writing
+    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]
+
+    resumed = MetricLogger(tmp_path)
+    resumed.truncate_to(2)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2]
+    for step in (3, 4):
+        resumed.log(step, {"loss": step / 3})
+    resumed.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == whole
+    assert len(list((tmp_path / "tb").glob("events.*"))) == 2
+
+
+def test_tensorboard_is_told_where_the_resumed_run_starts(tmp_path, monkeypatch):
+    made = []
+
+    class Writer(Silent):
+        def __init__(self, folder, *, purge_step, filename_suffix):
+            made.append(purge_step)
+
+    monkeypatch.setattr("tensorboardX.SummaryWriter", Writer)
+    logger = MetricLogger(tmp_path)
+    logger.truncate_to(7)
+    logger.log(8, {"x": 1})
+    assert made == [8]
+
+
+def test_metrics_of_no_run(tmp_path):
+    with pytest.raises(FileNotFoundError, match="a run folder is due"):
+        read_metrics(tmp_path)
+
+
+def episode(identity: str, response: str = "text") -> dict:
+    return {"id": identity, "step": 1, "outcome": {"response": response}}
+
+
+def test_episodes_by_id_and_step(tmp_path):
+    writer = EpisodeWriter(tmp_path)
+    writer.write(9, [episode("a"), episode("b", 'line\nbreak \u2028 "quoted" \x00')])
+    writer.write(10, [episode("c"), episode("a", "later")])
+    assert (tmp_path / "episodes/step_000010.jsonl.zst").exists()
+    assert episode_steps(tmp_path) == [9, 10]
+    assert [e["id"] for e in read_episodes(tmp_path, 9)] == ["a", "b"]
+    assert find_episode(tmp_path, "b")["outcome"]["response"] == 'line\nbreak \u2028 "quoted" \x00'
+    assert find_episode(tmp_path, "a")["outcome"]["response"] == "later"
+    assert find_episode(tmp_path, "text") is None
+    writer.truncate_to(9)
+    assert episode_steps(tmp_path) == [9]
+
+
+def test_half_a_character_is_kept(tmp_path):
+    EpisodeWriter(tmp_path).write(0, [episode("x", "cut \ud83d here")])
+    found = find_episode(tmp_path, "x")
+    assert found["outcome"]["response"] == "cut \ud83d here"
+    json.dumps(found)
