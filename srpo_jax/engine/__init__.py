@@ -1,0 +1,5 @@
+"""The generation engine: token ids in, token ids and float32 log-probs out."""
+
+from srpo_jax.engine.engine import Completion, Engine, PromptTooLong, Request, request_key
+
+__all__ = ["Completion", "Engine", "PromptTooLong", "Request", "request_key"]

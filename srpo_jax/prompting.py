@@ -1,0 +1,98 @@
+"""Prompts to token ids, cut to the prompt budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from envs.workflow import Cut, EpisodeFailed, Prompt
+
+MARK = "[...] "  # stands where a text was cut
+
+
+class Tokenizer(Protocol):
+    """What prompting needs of models.tokenizer.ChatTokenizer."""
+
+    def encode_chat(self, system: str, user: str, *, thinking: bool = False) -> list[int]: ...
+    def count_text(self, text: str) -> int: ...
+    def cut_text(self, text: str, limit: int, keep: str = "last") -> str: ...
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Token ids of a prompt and how many of its texts were cut to make it fit."""
+
+    ids: tuple[int, ...]
+    text: str
+    cuts: int
+
+
+def fit_prompt(
+    tokenizer: Tokenizer, prompt: Prompt, budget: int, *, thinking: bool = False
+) -> Fitted:
+    """Renders a prompt within ``budget`` tokens.
+
+    Every cuttable text first keeps at most its own limit. If the whole is still too long, all of them
+    get an equal share of what the fixed part leaves (what short ones do not use goes to the others),
+    and a cut is marked. Raises EpisodeFailed("prompt_budget") when the fixed part does not fit.
+    """
+
+    def render(texts: list[str]) -> tuple[str, list[int]]:
+        rest = iter(texts)
+        user = "".join(p if isinstance(p, str) else next(rest) for p in prompt.user)
+        return user, tokenizer.encode_chat(prompt.system, user, thinking=thinking)
+
+    cuttable = [part for part in prompt.user if isinstance(part, Cut)]
+    texts = [
+        part.text if part.limit is None else _shorten(tokenizer, part, part.limit)
+        for part in cuttable
+    ]
+    user, ids = render(texts)
+    if len(ids) <= budget:
+        return Fitted(tuple(ids), user, 0)
+    fixed = len(render([""] * len(texts))[1])
+    if fixed > budget or not texts:
+        raise EpisodeFailed(
+            "prompt_budget",
+            f"the fixed part of the prompt has {fixed} tokens, the limit is {budget}",
+        )
+    lengths = [tokenizer.count_text(text) for text in texts]
+    room = budget - fixed
+    while True:
+        # Tokens may merge differently at the seams, so the room shrinks until the whole fits.
+        share = equal_share(lengths, room)
+        shorter = [
+            text if length <= share else _shorten(tokenizer, part, share, text)
+            for part, text, length in zip(cuttable, texts, lengths, strict=True)
+        ]
+        user, ids = render(shorter)
+        if len(ids) <= budget:
+            cuts = sum(a != b for a, b in zip(texts, shorter, strict=True))
+            return Fitted(tuple(ids), user, cuts)
+        room -= len(ids) - budget
+
+
+def equal_share(lengths: list[int], room: int) -> int:
+    """The largest share such that texts cut to it fit ``room`` together: what short texts leave is
+    shared by the others."""
+    share = 0
+    for i, length in enumerate(ordered := sorted(lengths)):
+        share = max(room, 0) // (len(ordered) - i)
+        if length > share:
+            return share
+        room -= length
+    return share
+
+
+def _shorten(tokenizer: Tokenizer, part: Cut, limit: int, text: str | None = None) -> str:
+    """The kept end of a text within ``limit`` tokens; the cut is marked where the mark has room."""
+    text = part.text if text is None else text
+    if limit <= 0:
+        return ""
+    if tokenizer.count_text(text) <= limit:
+        return text
+    room = limit - tokenizer.count_text(MARK)
+    if room <= 0 or part.limit is not None:
+        return tokenizer.cut_text(text, limit, part.keep)
+    kept = tokenizer.cut_text(text, room, part.keep)
+    return MARK + kept if part.keep == "last" else kept + " " + MARK.strip()

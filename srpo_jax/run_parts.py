@@ -1,0 +1,163 @@
+"""Builds what a run consists of from its recipe: model, learner, engine, workflow, tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from envs.workflow import Task, Workflow
+from models.config import CheckpointError
+from models.convert import load_hf, save_hf
+from models.qwen import Qwen, split_params
+from models.tokenizer import ChatTokenizer
+from srpo_jax.config import Recipe, RecipeError
+from srpo_jax.data import TaskStream, check_prompts, task_sets
+from srpo_jax.engine import Engine
+from srpo_jax.learner import Learner
+from srpo_jax.optimizer import make_optimizer
+from srpo_jax.plugins import build_reward, build_workflow
+from srpo_jax.rollout import Rollout, SamplingConfig
+from srpo_jax.sharding import batch_shards, make_mesh
+
+
+class NonFiniteGradients(RuntimeError):
+    """More updates were skipped for non-finite gradients than learner.max_nonfinite allows."""
+
+    exit_code = 1
+
+
+@dataclass
+class Parts:
+    """The parts of one run. ``learner`` and ``stream`` are None where nothing is trained."""
+
+    recipe: Recipe
+    model: Qwen
+    tokenizer: ChatTokenizer
+    engine: Engine
+    rollout: Rollout
+    benchmarks: dict[str, Sequence[Task]]
+    train_sampling: SamplingConfig
+    eval_sampling: SamplingConfig
+    learner: Learner | None = None
+    stream: TaskStream | None = None
+    needs_gate: bool = True
+    grad_norms: list[float] = field(default_factory=list)
+    nonfinite: int = 0
+
+    def sync(self) -> None:
+        """Gives the learner's weights to the engine; the version counts applied updates."""
+        self.engine.set_weights(self.learner.params, int(self.learner.state.updates))
+
+    def compile_count(self) -> int:
+        return self.learner.compile_count() + self.engine.compile_count()
+
+    def count_nonfinite(self, reports: Sequence[dict[str, Any]]) -> None:
+        """Raises NonFiniteGradients once too many updates in a row were skipped."""
+        for report in reports:
+            bad = not np.isfinite(report["grad_norm"])
+            self.nonfinite = self.nonfinite + 1 if bad else 0
+            if self.nonfinite > self.recipe.learner.max_nonfinite:
+                raise NonFiniteGradients(
+                    f"{self.nonfinite} updates in a row had non-finite gradients "
+                    f"(learner.max_nonfinite is {self.recipe.learner.max_nonfinite}); "
+                    "the parameters are those before them"
+                )
+
+    def export(self, folder: Path) -> None:
+        """Writes the current policy as a Hugging Face folder."""
+        save_hf(
+            self.learner.model(), folder, self.model.config,
+            tokenizer_from=self.tokenizer.folder, dtype=self.recipe.model.param_dtype,
+            overwrite=True,
+        )  # fmt: skip
+
+
+def build_parts(
+    recipe: Recipe,
+    *,
+    workflow: Workflow | None = None,
+    reward: Callable[..., Any] | None = None,
+    train: bool = True,
+) -> Parts:
+    """Loads and checks everything that a run needs, cheap checks first.
+
+    Raises RecipeError, DataError or CheckpointError, each one line that names what is wrong.
+    """
+    workflow = workflow or build_workflow(recipe)
+    reward = reward or build_reward(recipe)
+    sets = task_sets(recipe)
+    mesh = make_mesh(**recipe.learner.mesh.model_dump())
+    if train and recipe.learner.micro_batch_rows % batch_shards(mesh):
+        raise RecipeError(
+            f"learner.micro_batch_rows is {recipe.learner.micro_batch_rows}, not a multiple of the "
+            f"{batch_shards(mesh)} devices of the data and fsdp axes"
+        )
+    model, config = load_hf(
+        recipe.model.path, dtype=jnp.dtype(recipe.model.param_dtype), mesh=mesh if train else None,
+        revision=recipe.model.revision,
+    )  # fmt: skip
+    tokenizer = ChatTokenizer(recipe.model.path, revision=recipe.model.revision)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"{recipe.model.path}: the tokenizer has {tokenizer.vocab_size} ids, the model embeds "
+            f"{config.vocab_size}"
+        )
+    rollout = recipe.rollout
+    check_prompts(sets, tokenizer.count_text, rollout.prompt_tokens)
+    dtype = jnp.dtype(recipe.model.dtype)
+    graphdef, params = split_params(model)
+    engine = Engine(
+        config, graphdef, params,
+        vocab_size=tokenizer.vocab_size, stop_ids=tokenizer.stop_ids, slots=rollout.slots,
+        cache_tokens=rollout.prompt_tokens + rollout.response_tokens, burst=rollout.burst,
+        dtype=dtype, decode_text=tokenizer.decode,
+    )  # fmt: skip
+    learner = None
+    if train:
+        updates = recipe.trainer.steps * recipe.learner.updates_per_batch
+        learner = Learner(
+            model, make_optimizer(recipe.optimizer, updates),
+            mesh=mesh, objective=recipe.objective_config(), vocab_size=tokenizer.vocab_size,
+            temperature=rollout.temperature, dtype=dtype, remat=recipe.learner.remat == "full",
+        )  # fmt: skip
+    common = {
+        "prompt_tokens": rollout.prompt_tokens, "response_tokens": rollout.response_tokens,
+        "thinking": rollout.thinking, "stop_strings": tuple(rollout.stop_strings),
+        "episode_seconds": rollout.episode_seconds, "tool_seconds": rollout.tool_seconds,
+    }  # fmt: skip
+    evaluation = recipe.evaluation
+    return Parts(
+        recipe=recipe, model=model, tokenizer=tokenizer, engine=engine,
+        rollout=Rollout(engine, tokenizer, workflow, reward=reward),
+        benchmarks=sets.benchmarks,
+        train_sampling=SamplingConfig(temperature=rollout.temperature, **common),
+        eval_sampling=SamplingConfig(
+            temperature=evaluation.temperature, top_p=evaluation.top_p, top_k=evaluation.top_k, **common
+        ),
+        learner=learner,
+        stream=TaskStream(sets.train, rollout.tasks_per_step, recipe.seed) if train else None,
+        needs_gate=recipe.learner.updates_per_batch > 1,
+    )  # fmt: skip
+
+
+def check_run_folder(recipe: Recipe) -> None:
+    """Refuses to mix two recipes in one run folder, or to start over where a run lies."""
+    folder = recipe.run_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    saved = folder / "recipe.yaml"
+    if not saved.exists():
+        return
+    if not recipe.trainer.resume:
+        raise RecipeError(
+            f"{folder} already holds a run: set trainer.out to another folder, or trainer.resume=true"
+        )
+    change = recipe.first_difference(saved)
+    if change is not None:
+        raise RecipeError(
+            f"{folder} holds a run of another recipe ({change}): set trainer.out to another folder"
+        )

@@ -1,0 +1,102 @@
+"""The figures of one training step, from its episodes and its updates.
+
+Everything but ``time/*`` is a function of the seed: a resumed run repeats it bit for bit.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from srpo_jax.events import Event
+from srpo_jax.rollout import EpisodeResult, count_failures
+
+CV_WINDOW = 20  # steps over which the gradient norm's coefficient of variation is taken
+
+
+def rollout_metrics(
+    results: Sequence[EpisodeResult], complete: Sequence[Event], dropped: Sequence[Event]
+) -> dict[str, float]:
+    """Team score, shape of the events, lengths, invalid actions, costs, and what was dropped."""
+    episodes = [r.episode for r in results if r.episode is not None]
+    members = [m for event in complete for m in event.members]
+    metrics: dict[str, float] = {
+        "reward/mean": _mean([e.reward for e in episodes]),
+        "reward/correct": _mean([e.correct for e in episodes]),
+        "episodes/total": float(len(results)),
+        "episodes/failed": float(len(results) - len(episodes)),
+        "episodes/grade_errors": float(sum(e.error is not None for e in episodes)),
+        "events/complete": float(len(complete)),
+        "events/complete_rate": len(complete) / max(len(complete) + len(dropped), 1),
+        "events/mean_k": _mean([event.k for event in complete]),
+        "response/length": _mean([len(m.response_ids) for m in members]),
+        "prompt/length": _mean([len(m.prompt_ids) for m in members]),
+    }
+    for k, n in sorted(collections.Counter(event.k for event in complete).items()):
+        metrics[f"events/k_{k}"] = float(n)
+    for cause, n in sorted(count_failures(results).items()):
+        metrics[f"episodes/failed_{cause}"] = float(n)
+    logps = [m.logps for m in members]
+    if logps:
+        # Sampled at the training temperature, -log p is an unbiased estimate of the entropy.
+        metrics["policy/entropy"] = float(-np.concatenate(logps).mean(dtype=np.float64))
+    by_role: dict[str, list[Any]] = collections.defaultdict(list)
+    for member in members:
+        by_role[_kind(member.role)].append(member)
+    for role, group in sorted(by_role.items()):
+        metrics[f"invalid/{role}"] = _mean([not m.well_formed for m in group])
+        metrics[f"truncated/{role}"] = _mean([m.stop_reason == "length" for m in group])
+    cuts: dict[str, list[bool]] = collections.defaultdict(list)
+    for result in results:
+        for uid, fitted in result.team.fitted.items():
+            cuts[_kind(result.team.members[uid].role)].append(fitted.cuts > 0)
+    for role, flags in sorted(cuts.items()):
+        metrics[f"prompt_cut/{role}"] = _mean(flags)
+    for name in sorted({name for e in episodes for name in e.cost}):
+        metrics[f"cost/{name}"] = _mean([e.cost.get(name, 0.0) for e in episodes])
+    for name in sorted({name for e in episodes for name in e.info}):
+        metrics[f"info/{name}"] = _mean([e.info[name] for e in episodes if name in e.info])
+    return metrics
+
+
+def update_metrics(
+    reports: Sequence[Mapping[str, Any]], past_norms: Sequence[float]
+) -> dict[str, float]:
+    """Loss, ratios, clipping and gradient norms over the optimiser steps of one batch."""
+    if not reports:
+        return {}
+
+    def values(name):
+        return [float(r[name]) for r in reports]
+
+    norms = [n for n in values("grad_norm") if np.isfinite(n)]
+    window = [*past_norms, *norms][-CV_WINDOW:]
+    metrics = {
+        "update/loss": _mean(values("loss")),
+        "update/surrogate": _mean(values("surrogate")),
+        "update/ratio_mean": _mean(values("ratio_mean")),
+        "update/ratio_min": min(values("ratio_min")),
+        "update/ratio_max": max(values("ratio_max")),
+        "update/clip_fraction": _mean(values("clip_fraction")),
+        "update/clamped_events": sum(values("clamped_events")),
+        "update/approx_kl": _mean(values("approx_kl")),
+        "update/kl": _mean(values("kl")),
+        "update/grad_norm": _mean(norms),
+        "update/grad_norm_cv": float(np.std(window) / np.mean(window)) if np.any(window) else 0.0,
+        "update/skipped": float(sum(not r["applied"] for r in reports)),
+        "policy/sampler_gap": _mean(values("sampler_gap")),
+    }
+    return metrics
+
+
+def _kind(role: str) -> str:
+    """solver_2 -> solver: figures are by kind of role."""
+    head, _, tail = role.rpartition("_")
+    return head if head and tail.isdigit() else role
+
+
+def _mean(values: Sequence[Any]) -> float:
+    return float(np.mean(np.asarray(values, np.float64))) if len(values) else 0.0

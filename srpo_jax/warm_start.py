@@ -1,0 +1,191 @@
+"""Supervised start of a small model on role transcripts, so that every role speaks its format.
+
+Transcripts come from the workflows themselves with a teacher in place of the model, so their prompts
+are those of training. The teacher errs in a stated share of its outputs: what it does wrong is left
+for the team's reward to unlearn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from envs.workflow import Prompt, ScriptedTeam, Task, Workflow
+from models.qwen import Qwen, split_params
+from srpo_jax.logprob import token_logps
+from srpo_jax.prompting import Tokenizer, fit_prompt
+
+Teacher = Callable[[str, Any, Task, random.Random, float], str]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One call of a role: what it was shown and what the teacher said."""
+
+    prompt: Prompt
+    response: str
+
+
+def transcripts(
+    workflow: Workflow,
+    tasks: Sequence[Task],
+    teacher: Teacher,
+    *,
+    poor: float,
+    seed: int,
+    on_episode: Callable[[], None] = lambda: None,
+) -> Iterator[Example]:
+    """One scripted episode for each task: an example of every distinct prompt of every call."""
+
+    async def episodes(chunk: Sequence[tuple[int, Task]]) -> list[Example]:
+        examples = []
+        for index, task in chunk:
+            rng = random.Random(f"{seed}/{index}")
+            team = ScriptedTeam(
+                lambda role, state, _, task=task, rng=rng: teacher(role, state, task, rng, poor)
+            )
+            await workflow.run(task, team)
+            for call in team.calls:
+                pairs = zip(call.prompts, call.outputs, strict=True)
+                distinct = {prompt: output.text for prompt, output in pairs}
+                examples += [Example(prompt, text) for prompt, text in distinct.items()]
+            on_episode()
+        return examples
+
+    numbered = list(enumerate(tasks))
+    for start in range(0, len(numbered), 256):
+        yield from asyncio.run(episodes(numbered[start : start + 256]))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences [S, T]: tokens, positions, segment ids int32 and loss weights float32."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    segment_ids: np.ndarray
+    weights: np.ndarray
+
+
+def pack_examples(
+    examples: Sequence[tuple[Sequence[int], Sequence[int]]],
+    length: int,
+    prompt_weight: float,
+    rng: np.random.Generator,
+) -> Packed:
+    """Fills sequences of ``length`` with whole (prompt ids, response ids) pairs, in random order.
+
+    Response tokens weigh 1, prompt tokens ``prompt_weight``. Raises ValueError for a pair that is
+    longer than ``length``.
+    """
+    rows: list[list[tuple[Sequence[int], Sequence[int]]]] = []
+    room = 0
+    for i in rng.permutation(len(examples)):
+        prompt, response = examples[i]
+        size = len(prompt) + len(response)
+        if size > length:
+            raise ValueError(f"an example has {size} tokens, a sequence {length}")
+        if size > room:
+            rows.append([])
+            room = length
+        rows[-1].append((prompt, response))
+        room -= size
+    shape = (len(rows), length)
+    tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    segments, weights = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+    for r, row in enumerate(rows):
+        start = 0
+        for s, (prompt, response) in enumerate(row, 1):
+            middle, end = start + len(prompt), start + len(prompt) + len(response)
+            tokens[r, start:middle], tokens[r, middle:end] = prompt, response
+            positions[r, start:end] = np.arange(end - start)
+            segments[r, start:end] = s
+            weights[r, start + 1 : middle] = prompt_weight
+            weights[r, middle:end] = 1.0
+            start = end
+    return Packed(tokens, positions, segments, weights)
+
+
+def encode_examples(
+    tokenizer: Tokenizer,
+    examples: Sequence[Example],
+    stop_id: int,
+    *,
+    prompt_tokens: int,
+    response_tokens: int,
+) -> list[tuple[tuple[int, ...], list[int]]]:
+    """(prompt ids, response ids with the stop id) of every example.
+
+    Raises ValueError for a response that is longer than a call allows.
+    """  # fmt: skip
+    encoded = []
+    for example in examples:
+        prompt = fit_prompt(tokenizer, example.prompt, prompt_tokens).ids
+        response = [*tokenizer.encode_text(example.response), stop_id]
+        if len(response) > response_tokens:
+            raise ValueError(
+                f"a response has {len(response)} tokens, the limit is {response_tokens}: "
+                f"{example.response!r}"
+            )
+        encoded.append((prompt, response))
+    return encoded
+
+
+def train_supervised(
+    model: Qwen,
+    data: Packed,
+    *,
+    steps: int,
+    batch_rows: int,
+    lr: float,
+    seed: int,
+    vocab_size: int,
+    on_step: Callable[[int, float], None] | None = None,
+) -> Qwen:
+    """Next-token training by AdamW under a warm-up and cosine schedule; returns the trained model.
+
+    ``on_step(step, loss)`` sees the weighted mean loss of every tenth step.
+    """
+    graphdef, params = split_params(model)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, lr, max(steps // 20, 1), steps, lr / 50)
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.05)
+    )
+
+    def loss_of(params, tokens, positions, segments, weights):
+        model = nnx.merge(graphdef, params)
+        hidden = model(tokens, positions, segments)
+        logps, _ = token_logps(
+            hidden, tokens, model.head_kernel(), temperature=1.0, vocab_size=vocab_size, chunk=4096
+        )
+        return -jnp.sum(weights * logps) / jnp.sum(weights)
+
+    @jax.jit
+    def step_fn(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(loss_of)(params, *batch)
+        moves, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, moves), opt_state, loss
+
+    opt_state = optimizer.init(params)
+    rng = np.random.default_rng(seed)
+    order: list[int] = []
+    for step in range(steps):
+        while len(order) < batch_rows:
+            order += rng.permutation(len(data.tokens)).tolist()
+        chosen, order = order[:batch_rows], order[batch_rows:]
+        batch = tuple(
+            a[chosen] for a in (data.tokens, data.positions, data.segment_ids, data.weights)
+        )
+        params, opt_state, loss = step_fn(params, opt_state, batch)
+        if on_step is not None and step % 10 == 9:
+            on_step(step + 1, float(loss))
+    return nnx.merge(graphdef, params)
