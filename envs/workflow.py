@@ -207,7 +207,12 @@ class Team(ABC):
             self.tool_time[name] = self.tool_time.get(name, 0.0) + time.perf_counter() - started
 
     async def _call(
-        self, kind: Literal["event", "draft"], type_: str, state: Any, roles: Sequence[str], render: Render
+        self,
+        kind: Literal["event", "draft"],
+        type_: str,
+        state: Any,
+        roles: Sequence[str],
+        render: Render,
     ) -> tuple[Output, ...]:
         roles = tuple(roles)
         if not roles:
@@ -249,6 +254,8 @@ class ScriptedTeam(Team):
             try:
                 text = self._reply(role, call.state, prompt)
             except StopIteration:
-                raise EpisodeFailed("script", f"no reply left for {role!r} in {call.type!r}") from None
+                raise EpisodeFailed(
+                    "script", f"no reply left for {role!r} in {call.type!r}"
+                ) from None
             outputs.append(Output(first_uid + i, role, text))
         return tuple(outputs)

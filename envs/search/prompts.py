@@ -25,12 +25,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Searching:
-    """The shared state. ``notes`` holds the latest text of the router and of the verifier."""
+    """The shared state. ``notes`` holds the latest text of the router and of the verifier;
+    ``answer`` what the answer agent said, once it did."""
 
     question: str
     turn: int = 1
     steps: tuple[Step, ...] = ()
     notes: tuple[tuple[str, str], ...] = ()
+    answer: str | None = None
 
     def noted(self, role: str, text: str | None) -> Searching:
         """This state with ``text`` as the role's latest output; None takes the old one away."""

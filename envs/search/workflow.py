@@ -120,6 +120,7 @@ class SearchWorkflow:
             (answer,) = await team.act("answer", state, roles=["answerer"], render=self.prompt)
             self._parsed(team, answer, parsing.parse_answer)
             response = answer.text
+            state = replace(state, answer=response)
         return Outcome(response, state, info=_figures(state, task))
 
     async def reward(self, task: Task, outcome: Outcome, team: Team) -> Score:

@@ -1,0 +1,252 @@
+"""Runs one episode of a workflow with a scripted team: every prompt, then the audit of its events.
+
+Without --replies the built-in workflows get a script that ends well, and your own workflow gets
+placeholders. With --checkpoint a model speaks instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from envs.workflow import EpisodeFailed, Outcome, Prompt, Score, ScriptedTeam, Task, Team, Workflow
+from launch.cli import Parser, entry, output, visible
+from srpo_jax.config import RetrieverConfig, WorkflowConfig
+from srpo_jax.plugins import build_retriever, make_workflow
+from srpo_jax.yaml_reading import RecipeError, parse_yaml
+
+BUILT_IN = ("math", "search")
+EXAMPLES = {
+    "math": ("What is 12 + 7 + 30?", "49"),
+    "search": ("What is the currency code of the country whose capital is N'Djamena?", "XAF"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(
+        "launch.rehearse",
+        __doc__,
+        "python -m launch.rehearse search --arg workers=2 --arg router=false",
+    )
+    parser.add_argument("workflow", help="math, search or my_team.py:MyWorkflow")
+    parser.add_argument("--task", metavar="TEXT", help="the task's prompt")
+    parser.add_argument("--answer", default=None, help="its gold answer")
+    parser.add_argument(
+        "--arg", action="append", default=[], metavar="KEY=VALUE", help="argument of the workflow"
+    )
+    parser.add_argument("--corpus", default="factbook", help="what a search workflow searches")
+    speaker = parser.add_mutually_exclusive_group()
+    speaker.add_argument(
+        "--replies", metavar="FILE.json", help="{role: [outputs]}, or all outputs in call order"
+    )
+    speaker.add_argument("--checkpoint", metavar="PATH", help="sample from this model")
+    parser.add_argument("--prompt-tokens", type=int, default=1024, help="limit with --checkpoint")
+    parser.add_argument("--response-tokens", type=int, default=128, help="limit with --checkpoint")
+    parser.add_argument("--temperature", type=float, default=1.0, help="with --checkpoint")
+    args = parser.parse_args(argv)
+
+    name = args.workflow if args.workflow in BUILT_IN else None
+    config = WorkflowConfig(
+        name=name, path=None if name else args.workflow, args=dict(map(_argument, args.arg))
+    )
+    workflow = make_workflow(config, Path.cwd(), lambda: _retriever(args.corpus))
+    prompt, answer = EXAMPLES.get(args.workflow, ("What is 6 times 7?", "42"))
+    if args.task is not None:
+        prompt, answer = args.task, args.answer if args.answer is not None else "unknown"
+    elif args.answer is not None:
+        answer = args.answer
+    task = Task("rehearsal", prompt, answer)
+
+    console = output()
+    if args.checkpoint is not None:
+        limits = (args.prompt_tokens, args.response_tokens, args.temperature)
+        return show_rehearsal(speak(workflow, task, args.checkpoint, *limits), console)
+    if args.replies is not None:
+        replies = read_replies(args.replies)
+    else:
+        script = {"math": math_script, "search": search_script}.get(args.workflow, placeholders)
+        replies = script(task, workflow.roles)
+    return show_rehearsal(asyncio.run(act_out(workflow, task, replies)), console)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One episode: its team with the calls it made, and its end or why it had none."""
+
+    team: Team
+    outcome: Outcome | None = None
+    reward: float | None = None
+    failure: str | None = None
+
+
+async def act_out(workflow: Workflow, task: Task, replies: Any) -> Rehearsal:
+    """The episode with given outputs (see ScriptedTeam)."""
+    team = ScriptedTeam(replies)
+    try:
+        outcome = await workflow.run(task, team)
+        score = outcome.score
+        if score is None and hasattr(workflow, "reward"):
+            score = await workflow.reward(task, outcome, team)
+    except EpisodeFailed as error:
+        return Rehearsal(team, failure=str(error))
+    reward = score.reward if isinstance(score, Score) else score
+    return Rehearsal(team, outcome, None if reward is None else float(reward))
+
+
+def speak(
+    workflow: Workflow,
+    task: Task,
+    checkpoint: str,
+    prompt_tokens: int,
+    response_tokens: int,
+    temperature: float,
+) -> Rehearsal:
+    """The episode with outputs sampled from a checkpoint."""
+    import jax.numpy as jnp
+
+    from models.convert import load_hf
+    from models.qwen import split_params
+    from models.tokenizer import ChatTokenizer
+    from srpo_jax.engine import Engine
+    from srpo_jax.rollout import EpisodePlan, Rollout, SamplingConfig
+
+    model, config = load_hf(checkpoint, dtype=jnp.float32)
+    tokenizer = ChatTokenizer(checkpoint)
+    engine = Engine(
+        config,
+        *split_params(model),
+        vocab_size=tokenizer.vocab_size,
+        stop_ids=tokenizer.stop_ids,
+        slots=len(workflow.roles),
+        cache_tokens=prompt_tokens + response_tokens,
+    )
+    sampling = SamplingConfig(prompt_tokens, response_tokens, temperature)
+    plan = EpisodePlan(task, (0, 1, 0), slot=0, rollout=0)
+    (result,) = Rollout(engine, tokenizer, workflow).run([plan], sampling)
+    if result.failure is not None:
+        return Rehearsal(result.team, failure=f"{result.failure}: {result.detail}")
+    return Rehearsal(result.team, result.outcome, result.episode.reward)
+
+
+def show_rehearsal(rehearsal: Rehearsal, console: Console) -> int:
+    """Prints calls, audit and end. Returns 0; 1 for a failed episode or a failed audit."""
+    from srpo_jax.events import audit_episode, render_audit
+
+    team, outcome = rehearsal.team, rehearsal.outcome
+    _print_calls(team, console)
+    audited = audit_episode(team.calls, None if outcome is None else outcome.state)
+    console.print(Text("event audit", "bold"))
+    console.print(Text(visible(render_audit(audited))), soft_wrap=True)
+    if outcome is None:
+        console.print(Text(visible(f"the episode failed: {rehearsal.failure}"), "bold red"))
+        return 1
+    console.print(Text(visible(f"response: {outcome.response}")), soft_wrap=True)
+    none = "none, the workflow scores nothing itself"
+    console.print(f"reward: {none if rehearsal.reward is None else format(rehearsal.reward, 'g')}")
+    return int(any(event.problems for event in audited))
+
+
+def _print_calls(team: Team, console: Console) -> None:
+    for number, call in enumerate(team.calls):
+        kind = f"{call.kind} {number}: {call.type}"
+        console.print(Text(f"{kind}  K={len(call.roles)}  state {call.state_id}", "bold cyan"))
+        texts = {output.role: output for output in call.outputs}
+        for role, prompt in zip(call.roles, call.prompts, strict=True):
+            _print_block(console, f"{role}: system", prompt.system)
+            _print_block(console, f"{role}: user", prompt.text())
+            if role in texts:
+                reason = call.malformed.get(texts[role].uid)
+                note = f" (malformed: {reason})" if reason else ""
+                _print_block(console, f"{role}: says{note}", texts[role].text)
+        console.print()
+
+
+def _print_block(console: Console, title: str, text: str) -> None:
+    console.print(Text(f"  {title}", "dim"))
+    for line in visible(text).split("\n"):
+        console.print(Text(f"    {line}"), soft_wrap=True)
+
+
+# ---- scripts ------------------------------------------------------------------------------------
+
+Script = Callable[[str, Any, Prompt], str]
+
+
+def math_script(task: Task, roles: Sequence[str]) -> Script:
+    """Solvers that box the gold answer, a verifier that approves it."""
+    boxed = f"\\boxed{{{task.answers[0]}}}"
+    everyone = _route_to_all(roles, "solver_")
+
+    def reply(role: str, state: Any, prompt: Prompt) -> str:
+        if role == "router":
+            return "<route>STOP</route>" if state.drafts else everyone
+        if role == "verifier":
+            return "The drafts agree. <verify>approve</verify>"
+        if role == "aggregator":
+            return f"The drafts agree.\nFINAL: {boxed}"
+        return f"I work it out. {boxed}"
+
+    return reply
+
+
+def search_script(task: Task, roles: Sequence[str]) -> Script:
+    """One turn of searches for the question itself, then the gold answer."""
+    everyone = _route_to_all(roles, "worker_")
+
+    def reply(role: str, state: Any, prompt: Prompt) -> str:
+        if role == "router":
+            return "<route>STOP</route>" if state.steps else everyone
+        if role == "verifier":
+            return f"<verify>{'yes' if state.steps else 'no'}</verify>"
+        if role == "answerer":
+            return f"<think>It is stated.</think><answer>{task.answers[0]}</answer>"
+        query = re.sub(r"[<>]", " ", task.prompt)
+        return f"<think>I look it up.</think><search>{query}</search>"
+
+    return reply
+
+
+def placeholders(task: Task, roles: Sequence[str]) -> Script:
+    """Any output will do: a look at the prompts and events of a new workflow."""
+    return lambda role, state, prompt: f"(a placeholder for what {role} says)"
+
+
+def _route_to_all(roles: Sequence[str], prefix: str) -> str:
+    numbers = [role.removeprefix(prefix) for role in roles if role.startswith(prefix)]
+    return f"<route>{','.join(numbers)}</route>"
+
+
+def read_replies(path: str) -> Mapping[str, Sequence[str]] | Sequence[str]:
+    """Outputs by role, or in call order. Raises RecipeError for anything else."""
+    try:
+        replies = json.loads(Path(path).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise RecipeError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+    lists = list(replies.values()) if isinstance(replies, dict) else [replies]
+    for texts in lists:
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise RecipeError(f"{path}: {{role: [outputs]}} or a list of outputs is due")
+    return replies
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise RecipeError(f"--arg {text!r}: KEY=VALUE is due")
+    return key, parse_yaml(value, f"--arg {text!r}")
+
+
+def _retriever(corpus: str) -> Any:
+    return build_retriever(RetrieverConfig(corpus=corpus), Path.cwd())
+
+
+if __name__ == "__main__":
+    entry(main)

@@ -1,0 +1,24 @@
+"""Trains what a recipe says, or goes on where its run folder stopped."""
+
+from __future__ import annotations
+
+from launch.cli import Parser, add_recipe_arguments, entry
+from srpo_jax.config import load_recipe
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(
+        "launch.train",
+        __doc__,
+        "python -m launch.train configs/math_smollm2_cpu.yaml trainer.steps=4 optimizer.lr=3e-6",
+    )
+    add_recipe_arguments(parser)
+    args = parser.parse_args(argv)
+    recipe = load_recipe(args.recipe, args.overrides)
+    from srpo_jax import trainer
+
+    return trainer.run(recipe)
+
+
+if __name__ == "__main__":
+    entry(main)

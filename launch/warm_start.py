@@ -1,0 +1,120 @@
+"""Makes the embedded checkpoint: a tiny model taught every role's format by transcripts.
+
+The transcripts are episodes of the recipes' own workflows and training tasks, played by a teacher
+that errs in the stated share of its outputs (a wrong sum, a wrong query, an early yes).
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from launch.cli import Parser, entry
+from srpo_jax.config import Recipe, RecipeError, load_recipe
+
+RECIPES = ("configs/quickstart_math.yaml", "configs/quickstart_search.yaml")
+LENGTH = 256  # tokens of a packed sequence
+
+
+def main() -> int:
+    parser = Parser(
+        "launch.warm_start",
+        __doc__,
+        "python -m launch.warm_start assets/tiny_team --tokens 20000000",
+    )
+    parser.add_argument("target", type=Path, help="Hugging Face folder to write")
+    parser.add_argument("--recipes", nargs="+", default=RECIPES, help="whose roles are taught")
+    parser.add_argument(
+        "--poor", nargs="+", type=float, default=[0.5, 0.15],
+        help="share of poor outputs, one for each recipe",
+    )  # fmt: skip
+    parser.add_argument("--episodes", nargs="+", type=int, default=[12000, 8000])
+    parser.add_argument("--tokens", type=float, default=20e6, help="tokens to train on")
+    parser.add_argument("--vocab", type=int, default=1024)
+    parser.add_argument("--batch-rows", type=int, default=32, help=f"sequences of {LENGTH} tokens")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    recipes = [load_recipe(path) for path in args.recipes]
+    for name in ("poor", "episodes"):
+        if len(getattr(args, name)) != len(recipes):
+            raise RecipeError(f"--{name}: {len(recipes)} values are due, one for each recipe")
+    warm_start(recipes, args)
+    return 0
+
+
+def warm_start(recipes: list[Recipe], args: Any) -> None:
+    import jax.numpy as jnp
+    import numpy as np
+    from flax import nnx
+    from rich.progress import Progress
+
+    from models.convert import save_hf
+    from models.qwen import Qwen
+    from models.tiny import tiny_config, train_tokenizer
+    from models.tokenizer import ChatTokenizer
+    from srpo_jax.warm_start import encode_examples, pack_examples, train_supervised
+
+    with Progress() as progress, tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        examples = []
+        for recipe, poor, episodes in zip(recipes, args.poor, args.episodes, strict=True):
+            bar = progress.add_task(f"{recipe.workflow.name} transcripts", total=episodes)
+            examples.append(_examples(recipe, poor, episodes, args.seed, progress, bar))
+        texts = [e.prompt.text() + e.response for group in examples for e in group[:20000]]
+        systems = sorted({e.prompt.system for group in examples for e in group})
+        config = tiny_config(args.vocab)
+        train_tokenizer(scratch, texts + systems * 100, config)
+        tokenizer = ChatTokenizer(scratch)
+        encoded = []
+        for recipe, group in zip(recipes, examples, strict=True):
+            encoded += encode_examples(
+                tokenizer, group, tokenizer.stop_ids[-1],
+                prompt_tokens=recipe.rollout.prompt_tokens,
+                response_tokens=recipe.rollout.response_tokens,
+            )  # fmt: skip
+        data = pack_examples(encoded, LENGTH, 0.1, np.random.default_rng(args.seed))
+        steps = int(args.tokens) // (args.batch_rows * LENGTH)
+        progress.console.print(
+            f"{len(encoded)} examples, {data.tokens.size} tokens; {steps} steps of "
+            f"{args.batch_rows * LENGTH} tokens"
+        )
+        bar = progress.add_task("training", total=steps)
+
+        def on_step(step: int, loss: float) -> None:
+            progress.update(bar, completed=step, description=f"training, loss {loss:.4f}")
+            if step % 100 == 0:
+                progress.console.print(f"step {step}/{steps}  loss {loss:.4f}")
+
+        model = train_supervised(
+            Qwen(config, rngs=nnx.Rngs(args.seed)), data, steps=steps, batch_rows=args.batch_rows,
+            lr=args.lr, seed=args.seed, vocab_size=tokenizer.vocab_size, on_step=on_step,
+        )  # fmt: skip
+        save_hf(model, args.target, config, tokenizer_from=scratch, dtype=jnp.bfloat16)
+
+
+def _examples(recipe: Recipe, poor: float, episodes: int, seed: int, progress, bar) -> list:
+    """One example of every distinct prompt of an event, over ``episodes`` episodes."""
+    from envs.math.teacher import reply as math_teacher
+    from envs.search.teacher import reply as search_teacher
+    from srpo_jax.data import task_sets
+    from srpo_jax.plugins import build_workflow
+    from srpo_jax.warm_start import transcripts
+
+    teacher = {"math": math_teacher, "search": search_teacher}[recipe.workflow.name]
+    tasks = task_sets(recipe).train
+    order = random.Random(seed)
+    chosen = [tasks[order.randrange(len(tasks))] for _ in range(episodes)]
+    workflow = build_workflow(recipe)
+    return list(
+        transcripts(
+            workflow, chosen, teacher, poor=poor, seed=seed,
+            on_episode=lambda: progress.advance(bar),
+        )
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    entry(main)
