@@ -60,8 +60,8 @@ class Task:
 class Cut:
     """A teammate's or a tool's text inside a prompt: it may be shortened to fit the budget.
 
-    ``limit`` caps its tokens in any case; beyond that, all cuttable texts of a prompt share what the
-    fixed part leaves in equal parts. ``keep`` says which end survives.
+    ``limit`` caps its tokens in any case; beyond that, all cuttable texts of a prompt share what
+    the fixed part leaves in equal parts. ``keep`` says which end survives.
     """
 
     text: str
@@ -71,7 +71,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A fresh chat: a system message and one user turn, whose parts are joined without separators."""
+    """A fresh chat: a system message and one user turn, its parts joined without separators."""
 
     system: str
     user: tuple[str | Cut, ...]
@@ -232,7 +232,7 @@ Replies = Mapping[str, Iterable[str]] | Sequence[str] | Callable[[str, Any, Prom
 
 
 class ScriptedTeam(Team):
-    """A team whose outputs are given: by role, in call order, or by a function of (role, state, prompt).
+    """Outputs that are given: by role, in call order, or by a function of (role, state, prompt).
 
     Raises EpisodeFailed("script") where the script has no output left for a role.
     """

@@ -1,4 +1,4 @@
-"""A tiny Qwen3-architecture checkpoint from scratch: its tokenizer, its config, its chat template."""
+"""A tiny Qwen3-architecture checkpoint from scratch: tokenizer, config and chat template."""
 
 from __future__ import annotations
 

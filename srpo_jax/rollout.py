@@ -10,6 +10,7 @@ import asyncio
 import collections
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from srpo_jax.events import Episode, Member, record_episode
 from srpo_jax.prompting import Fitted, Tokenizer, fit_prompt
 
 POLICY = "policy"  # the name of the one shared policy
+TOOL_THREADS = 64  # blocking tool calls at once; started as needed
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class EpisodePlan:
-    """Which episode to run: ``key`` starts the request keys (seed, 0 train or 1 evaluation, step)."""
+    """Which episode to run; ``key`` starts its request keys: (seed, 0 train or 1 eval, step)."""
 
     task: Task
     key: tuple[int, int, int]
@@ -85,7 +87,8 @@ class EngineQueue:
             return [await self._futures[uid] for uid in uids]
         finally:
             for uid in uids:
-                if not self._futures.pop(uid).done():
+                future = self._futures.pop(uid)
+                if future.cancelled() or not future.done():  # the one awaited is cancelled with us
                     self.engine.cancel(uid)
 
     async def pump(self) -> None:
@@ -165,6 +168,14 @@ class EngineTeam(Team):
 Reward = Callable[[Task, Outcome], Any]
 
 
+class _ToolThreads(ThreadPoolExecutor):
+    """Threads of blocking tools. One that is past its time limit cannot be stopped, so the end of a
+    run does not wait for it."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=True)
+
+
 class Rollout:
     """Runs episodes of one workflow against one engine.
 
@@ -195,6 +206,7 @@ class Rollout:
         return asyncio.run(self._run(plans, config, on_done))
 
     async def _run(self, plans, config, on_done):
+        asyncio.get_running_loop().set_default_executor(_ToolThreads(TOOL_THREADS))
         queue = EngineQueue(self._engine)
         prompts: dict[Any, Fitted] = {}
         gate = asyncio.Semaphore(self._concurrency)
@@ -213,17 +225,19 @@ class Rollout:
             # An engine that breaks must end the run, not leave episodes waiting for ever.
             await asyncio.wait({pump, episodes}, return_when=asyncio.FIRST_COMPLETED)
             if pump.done():
-                episodes.cancel()
                 pump.result()
             return await episodes
         finally:
             pump.cancel()
+            episodes.cancel()
+            await asyncio.gather(pump, episodes, return_exceptions=True)
 
     async def _episode(self, plan, team, config) -> EpisodeResult:
         result = EpisodeResult(plan, team)
         started = time.perf_counter()
+        limit = asyncio.timeout(config.episode_seconds)
         try:
-            async with asyncio.timeout(config.episode_seconds):
+            async with limit:
                 outcome = await self._workflow.run(plan.task, team)
                 score = await self._score(plan.task, outcome, team)
             result.outcome = outcome
@@ -233,11 +247,12 @@ class Rollout:
             )  # fmt: skip
         except EpisodeFailed as error:
             result.failure, result.detail = error.cause, error.detail
-        except TimeoutError:
-            result.failure = "episode_timeout"
-            result.detail = f"took more than {config.episode_seconds:g} s"
         except Exception as error:  # a user's workflow or reward: dropped, counted, shown
-            result.failure, result.detail = type(error).__name__, _where(error)
+            if limit.expired():
+                result.failure = "episode_timeout"
+                result.detail = f"took more than {config.episode_seconds:g} s"
+            else:
+                result.failure, result.detail = type(error).__name__, _where(error)
         result.seconds = time.perf_counter() - started
         return result
 

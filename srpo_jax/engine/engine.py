@@ -102,10 +102,12 @@ class Engine:
     ):
         self.slots = slots
         self.cache_tokens = cache_tokens
-        self.prefill_rows = prefill_rows or max(1, min(slots, 8))
+        # Admission waits for this many free slots: few, so that a long response idles few of them.
+        self.prefill_rows = prefill_rows or max(1, min(slots // 4, 8))
         self.stats: collections.Counter[str] = collections.Counter()
         self._stop_ids = frozenset(int(i) for i in stop_ids)
         self._decode_text = decode_text
+        self._embedded = config.vocab_size
         self._device = device or jax.local_devices()[0]
         self._prepare = jax.jit(lambda p: prepare_weights(graphdef, p, dtype))
         self._prefill, self._decode, self._release = compiled_programs(
@@ -133,13 +135,24 @@ class Engine:
         self.version = version
 
     def submit(self, request: Request) -> int:
-        """Queues a request and returns its uid. Raises PromptTooLong (length and limit)."""
+        """Queues a request and returns its uid.
+
+        Raises PromptTooLong (length and limit), or ValueError for an id that the model does not
+        embed and for settings that make no sense.
+        """
         length, room = len(request.prompt_ids), self.cache_tokens - request.max_tokens
         if not 0 < length <= room:
             raise PromptTooLong(
                 f"prompt has {length} tokens; the limit is {room} "
                 f"({self.cache_tokens} cache tokens less {request.max_tokens} for the response)"
             )
+        if request.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {request.max_tokens}")
+        if request.stop_strings and self._decode_text is None:
+            raise ValueError("stop_strings need an engine with decode_text")
+        top = max(request.prompt_ids)
+        if top >= self._embedded or min(request.prompt_ids) < 0:
+            raise ValueError(f"prompt id {top} is not among the {self._embedded} embedded ids")
         uid = self._uids
         self._uids += 1
         self._waiting.append(_Running(uid, request))

@@ -118,8 +118,8 @@ def prefill(
 ) -> tuple[EngineState, jax.Array, jax.Array]:
     """Runs P prompts, fills their slots' caches and draws their first tokens.
 
-    Unused rows have a slot past the last: their writes are dropped. Returns the state, tokens [P] and
-    log-probs [P].
+    Unused rows have a slot past the last: their writes are dropped. Returns the state, tokens
+    [P] and log-probs [P].
     """
     P, T = tokens_PT.shape
     positions = jnp.broadcast_to(jnp.arange(T), (P, T))
@@ -221,7 +221,7 @@ def release(state: EngineState, slots_n: jax.Array) -> EngineState:
 
 
 def compiled_programs(**static: Any) -> tuple[Any, Any, Any]:
-    """(prefill, decode, release) jitted, with the state donated. ``truncated`` stays an argument."""
+    """(prefill, decode, release) jitted, the state donated; ``truncated`` stays an argument."""
     prefill_static = {k: static[k] for k in ("config", "vocab_size", "stop_ids")}
     return (
         jax.jit(

@@ -28,25 +28,33 @@ def row_uniforms(keys_B2: jax.Array, counts_B: jax.Array) -> jax.Array:
 def inverse_cdf(probs_BV: jax.Array, uniforms_B: jax.Array) -> jax.Array:
     """Ids [B] int32 drawn from unnormalised probabilities [B, V] by inverting their sums.
 
-    First the block of 128 ids, then the id in it: two short scans instead of V random numbers. An id
+    First the block of 128 ids, then the id in it: two short scans, not V random numbers. An id
     of probability 0 is never drawn.
     """
     B, V = probs_BV.shape
     blocks = jnp.pad(probs_BV, ((0, 0), (0, -V % BLOCK))).reshape(B, -1, BLOCK)
-    block_ends = jnp.cumsum(blocks.sum(-1), axis=-1)
+    masses = blocks.sum(-1)
+    block_ends = jnp.cumsum(masses, axis=-1)
     target = uniforms_B[:, None] * block_ends[:, -1:]
-    block = jnp.sum(block_ends <= target, axis=-1)
-    # Rounding may push the target to the very end: stay in the last block that holds mass.
-    positive = jnp.where(blocks.sum(-1) > 0, jnp.arange(blocks.shape[1]), 0).max(-1)
-    block = jnp.minimum(block, positive)
+    block = _first_past(target, block_ends, masses)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     before = jnp.where(
         block > 0, jnp.take_along_axis(block_ends, block[:, None] - 1, axis=1)[:, 0], 0
     )
-    ends = jnp.cumsum(inside, axis=-1)
-    index = jnp.sum(ends <= target - before[:, None], axis=-1)
-    last = jnp.where(inside > 0, jnp.arange(BLOCK), 0).max(-1)
-    return (block * BLOCK + jnp.minimum(index, last)).astype(jnp.int32)
+    index = _first_past(target - before[:, None], jnp.cumsum(inside, axis=-1), inside)
+    return (block * BLOCK + index).astype(jnp.int32)
+
+
+def _first_past(target_B1: jax.Array, ends_BN: jax.Array, masses_BN: jax.Array) -> jax.Array:
+    """The first index of positive mass whose running sum exceeds the target.
+
+    A parallel scan rounds neighbouring sums differently, so the sums may grow where the mass is 0,
+    and the target may reach the very end: the last positive index then.
+    """
+    positive = masses_BN > 0
+    past = positive & (ends_BN > target_B1)
+    last = jnp.where(positive, jnp.arange(masses_BN.shape[-1]), 0).max(-1)
+    return jnp.where(past.any(-1), jnp.argmax(past, axis=-1), last)
 
 
 def truncate(probs_BV: jax.Array, top_p_B: jax.Array, top_k_B: jax.Array) -> jax.Array:

@@ -1,0 +1,197 @@
+"""Draws: the inverse CDF, truncation, the scored distribution and the keys of the draws."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from srpo_jax.engine.sampling import draw, inverse_cdf, row_uniforms, truncate
+from srpo_jax.logprob import scaled_logits, token_logps
+
+BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
+inverse_cdf = jax.jit(inverse_cdf)
+
+
+def ids_of(probs, uniforms):
+    """The ids that one distribution gives for many uniforms."""
+    rows = jnp.broadcast_to(jnp.asarray(probs, jnp.float32), (len(uniforms), len(probs)))
+    return np.asarray(inverse_cdf(rows, jnp.asarray(uniforms, jnp.float32)))
+
+
+def sample(logits, uniform, *, greedy=False, top_p=1.0, top_k=0):
+    logits = jnp.asarray(logits, jnp.float32)[None]
+    token, logp = draw(
+        logits, jnp.array([uniform]), jnp.array([greedy]), jnp.array([top_p]), jnp.array([top_k]),
+        truncated=top_p < 1 or top_k > 0,
+    )  # fmt: skip
+    return int(token[0]), float(logp[0])
+
+
+@pytest.mark.parametrize("vocab", [5, 128, 300])
+def test_evenly_spaced_uniforms_give_every_id_its_share(vocab):
+    """n uniforms at (i + 0.5) / n hit an interval of length p n p times, give or take one."""
+    probs = np.random.default_rng(vocab).gamma(0.3, size=vocab)
+    probs[::7] = 0
+    n = 20_000
+    counts = np.bincount(ids_of(probs, (np.arange(n) + 0.5) / n), minlength=vocab)
+    expected = n * probs / probs.sum()
+    assert np.abs(counts - expected).max() < 1.1
+    assert counts[probs == 0].sum() == 0
+
+
+def test_random_uniforms_pass_a_chi_square_test():
+    probs = np.random.default_rng(0).dirichlet(np.ones(200))
+    n = 50_000
+    uniforms = row_uniforms(jnp.broadcast_to(jnp.array([7, 9], jnp.uint32), (n, 2)), jnp.arange(n))
+    counts = np.bincount(ids_of(probs, uniforms), minlength=200)
+    chi_square = np.sum((counts - n * probs) ** 2 / (n * probs))
+    assert chi_square < 199 + 5 * np.sqrt(2 * 199)  # five standard deviations
+
+
+@pytest.mark.parametrize("vocab", [1, 127, 129, 260])
+def test_the_ends_of_the_unit_interval(vocab):
+    """u = 0 gives the first id of positive probability, u just below 1 the last one."""
+    probs = np.random.default_rng(vocab).uniform(0.1, 1, vocab)
+    assert ids_of(probs, [0.0, BELOW_ONE]).tolist() == [0, vocab - 1]
+    probs[: vocab // 2] = 0
+    probs[vocab // 2 + 1 :] = 0
+    assert ids_of(probs, [0.0, 0.5, BELOW_ONE]).tolist() == [vocab // 2] * 3
+
+
+def test_uniforms_that_hit_a_border():
+    """A border belongs to the next id: intervals are closed below and open above."""
+    assert ids_of([0.25, 0.0, 0.25, 0.5], [0.0, 0.25, 0.5, 0.75]).tolist() == [0, 2, 3, 3]
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([40, 300]))
+def test_never_an_id_of_zero_probability(seed, vocab):
+    """Also not where the uniform falls on a border and the sums round either way."""
+    rng = np.random.default_rng(seed)
+    probs = rng.gamma(0.2, size=vocab).astype(np.float32)
+    probs[rng.random(vocab) < 0.6] = 0
+    probs[128:256] *= rng.random() < 0.5
+    probs[rng.integers(vocab)] = 1
+    borders = np.cumsum(probs) / probs.sum()
+    steps = np.arange(-4, 5)[:, None] * np.float32(2**-24)
+    near = np.clip((borders + steps).ravel(), 0, BELOW_ONE).astype(np.float32)
+    assert probs[ids_of(probs, near)].min() > 0
+
+
+S16 = [
+    ([0.5, 0.3, 0.15, 0.05], 0.6, [0, 1]),
+    ([0.5, 0.3, 0.15, 0.05], 0.85, [0, 1, 2]),
+    ([0.4, 0.3, 0.2, 0.1], 0.75, [0, 1, 2]),
+    ([0.9, 0.1], 0.5, [0]),
+    ([0.25, 0.25, 0.25, 0.25], 1.0, [0, 1, 2, 3]),
+    ([0.05, 0.15, 0.3, 0.5], 0.6, [2, 3]),
+]
+
+
+def kept(probs, top_p=1.0, top_k=0):
+    probs = jnp.asarray([probs], jnp.float32)
+    left = truncate(probs, jnp.array([top_p], jnp.float32), jnp.array([top_k]))
+    assert np.all((left == 0) | (left == probs))
+    return np.flatnonzero(left[0]).tolist()
+
+
+@pytest.mark.parametrize("probs, top_p, expected", S16)
+def test_top_p_keeps_the_token_that_crosses(probs, top_p, expected):
+    assert kept(probs, top_p) == expected
+
+
+def test_truncation_of_rows_is_their_own():
+    probs = jnp.asarray([S16[0][0], S16[5][0], S16[4][0]], jnp.float32)
+    left = truncate(probs, jnp.array([0.6, 0.6, 1.0]), jnp.array([0, 1, 0]))
+    assert [np.flatnonzero(row).tolist() for row in left] == [[0, 1], [3], [0, 1, 2, 3]]
+
+
+def test_top_k_and_ties():
+    assert kept([0.1, 0.4, 0.3, 0.2], top_k=2) == [1, 2]
+    assert kept([0.1, 0.4, 0.3, 0.2], top_k=9) == [0, 1, 2, 3]
+    assert kept([0.2, 0.3, 0.3, 0.2], top_k=3) == [0, 1, 2]  # of equal ones the lower id
+    assert kept([0.1, 0.4, 0.3, 0.2], top_p=0.8, top_k=2) == [1, 2]
+    assert kept([0.1, 0.4, 0.3, 0.2], top_p=0.3, top_k=2) == [1]
+
+
+def test_one_token_stays_at_any_top_p():
+    assert kept([0.2, 0.5, 0.3], top_p=0.0) == [1]
+
+
+def test_top_p_one_keeps_everything_of_a_large_vocabulary():
+    probs = np.random.default_rng(1).dirichlet(np.full(5000, 0.05)).astype(np.float32)
+    assert len(kept(probs)) == np.count_nonzero(probs)
+
+
+def test_truncated_draws_report_the_log_prob_of_the_whole_distribution():
+    logits = np.log([0.5, 0.3, 0.15, 0.05])
+    drawn = {sample(logits, u, top_p=0.6) for u in np.linspace(0, BELOW_ONE, 50)}
+    assert {token for token, _ in drawn} == {0, 1}
+    for token, logp in drawn:
+        assert logp == pytest.approx(logits[token], abs=1e-6)
+
+
+def test_truncated_draws_share_the_mass_that_is_left():
+    """Of 0.5 and 0.3, the first has 5/8."""
+    logits = np.log([0.5, 0.3, 0.15, 0.05])
+    assert sample(logits, 5 / 8 - 1e-4, top_p=0.6)[0] == 0
+    assert sample(logits, 5 / 8 + 1e-4, top_p=0.6)[0] == 1
+
+
+def test_greedy_takes_the_argmax_and_its_log_prob():
+    logits = [0.0, 2.0, 1.0]
+    for uniform in (0.0, 0.5, BELOW_ONE):
+        token, logp = sample(logits, uniform, greedy=True)
+        assert token == 1
+        assert logp == pytest.approx(-np.log(1 + np.exp(-2) + np.exp(-1)), abs=1e-6)
+
+
+def test_temperature_scales_the_logits_before_the_softmax():
+    """Case S17: a temperature of 0.5 and logits 2, 1, 0."""
+    hidden, head = jnp.ones((1, 1)), jnp.array([[2.0, 1.0, 0.0]])
+    logits = scaled_logits(hidden, head, temperature=jnp.array([0.5]), vocab_size=3)
+    token, logp = sample(logits[0], 0.0)
+    assert token == 0
+    assert logp == pytest.approx(-0.14293162849989915, abs=1e-6)
+    scored, _ = token_logps(
+        jnp.ones((1, 2, 1)), jnp.array([[1, 0]]), head, temperature=0.5, vocab_size=3
+    )
+    assert float(scored[0, 1]) == pytest.approx(logp, abs=1e-6)
+
+
+def test_rows_past_the_tokenizer_are_neither_sampled_nor_scored():
+    """Case S18: 16 embedding rows, 8 ids, and the largest logit at row 12."""
+    head = jnp.zeros((1, 16)).at[0, 12].set(50.0).at[0, 3].set(1.0)
+    logits = scaled_logits(jnp.ones((1, 1)), head, temperature=1.0, vocab_size=8)[0]
+    tokens = {sample(logits, u)[0] for u in (0.0, 0.2, 0.5, 0.9, 0.9999, BELOW_ONE)}
+    assert max(tokens) == 7 and 3 in tokens
+    greedy, logp = sample(logits, 0.5, greedy=True)
+    assert greedy == 3
+    assert sample(logits, 0.999, top_k=5)[0] < 8
+    scored, _ = token_logps(
+        jnp.ones((1, 2, 1)), jnp.array([[0, 3]]), head, temperature=1.0, vocab_size=8
+    )
+    expected = 1 - np.log(np.e + 7)
+    assert logp == pytest.approx(expected, abs=1e-6)
+    assert float(scored[0, 1]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_uniforms_depend_on_key_and_position_alone():
+    keys = jnp.array([[1, 2], [3, 4], [1, 2], [2, 1]], jnp.uint32)
+    both = np.asarray(row_uniforms(keys, jnp.array([5, 5, 6, 5])))
+    assert len(set(both.tolist())) == 4
+    assert np.all((both >= 0) & (both < 1))
+    other_place = np.asarray(row_uniforms(keys[::-1], jnp.array([5, 6, 5, 5])))
+    np.testing.assert_array_equal(other_place, both[::-1])
+    alone = np.asarray(row_uniforms(keys[1:2], jnp.array([5])))
+    np.testing.assert_array_equal(alone, both[1:2])
+
+
+def test_uniforms_of_one_request_are_spread():
+    keys = jnp.broadcast_to(jnp.array([11, 12], jnp.uint32), (4000, 2))
+    counts, _ = np.histogram(row_uniforms(keys, jnp.arange(4000)), bins=10, range=(0, 1))
+    assert counts.min() > 320 and counts.max() < 480
