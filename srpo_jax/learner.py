@@ -153,7 +153,7 @@ class Learner:
         self._weights = jax.jit(weights)
         self._apply = jax.jit(
             apply, in_shardings=(state_shardings, sums, whole),
-            out_shardings=(state_shardings, whole, whole), donate_argnums=(0, 1),
+            out_shardings=(state_shardings, whole, whole), donate_argnums=0,
         )  # fmt: skip
         self._zeros = jax.jit(zeros, out_shardings=sums)
 
@@ -162,7 +162,7 @@ class Learner:
         return self.state.params
 
     def model(self) -> Qwen:
-        """The current model: its arrays are the learner's own until the next update donates them."""
+        """The current model, whose arrays are the learner's until the next update donates them."""
         return nnx.merge(self._graphdef, self.state.params)
 
     def compile_count(self) -> int:
@@ -171,7 +171,7 @@ class Learner:
         return sum(p._cache_size() for p in programs)
 
     def score(self, batch: EventBatch, params: dict | None = None) -> tuple[jax.Array, jax.Array]:
-        """Log-probs and entropies [M, R', T] float32 of a batch; one program for old and current."""
+        """Log-probs and entropies [M, S, T] float32; one program for old and current."""
         params = self.state.params if params is None else params
         scored = [self._score(params, micro) for micro in self._micros(batch)]
         return tuple(self._stack([pair[i] for pair in scored], batch) for i in (0, 1))
@@ -194,7 +194,10 @@ class Learner:
         With a single batch the current log-probs are the old ones (ratio 1) and scoring is skipped.
         Returns a dict of metrics for each step; the per-event arrays are host numpy.
         """
-        needs_scores = len(batches) > 1 or bool(self.objective.kl_coef)
+        config = self.objective
+        # Where the log-probs' own values enter the loss they are needed even on policy.
+        own_values = config.kl_coef or config.entropy_coef or config.ratio_unit == "none"
+        needs_scores = len(batches) > 1 or bool(own_values)
         old = [self.score(b) for b in batches] if needs_scores else [None] * len(batches)
         reports = []
         for i, batch in enumerate(batches):
@@ -221,8 +224,10 @@ class Learner:
             current_logp, old_logp, reference, entropy, batch.loss_mask, events
         )
         sums = self._zeros(self.state.params)
+        sharding = batch_sharding(self.mesh)
         for m, micro in enumerate(micros):
-            sums = self._accumulate(self.state.params, sums, micro, w_logp[m], w_entropy[m])
+            w = jax.device_put((w_logp[m], w_entropy[m]), sharding)
+            sums = self._accumulate(self.state.params, sums, micro, *w)
         return sums, metrics
 
     def _step(self, batch, current, old):

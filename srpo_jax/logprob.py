@@ -50,7 +50,7 @@ def token_logps(
     chunk: int = 1024,
     with_entropy: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probs and entropies [B, T] float32: entry t scores ``tokens[t]`` given the ones before it.
+    """Log-probs and entropies [B, T] float32: entry t scores ``tokens[t]`` given those before it.
 
     ``hidden_BTD[t]`` predicts token t+1. Entry 0 is 0 (nothing precedes it); entropies are 0 unless
     asked for. Logits exist for ``chunk`` tokens at a time, forward and backward.

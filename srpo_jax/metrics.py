@@ -10,10 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import zstandard
 
 METRICS_FILE = "metrics.jsonl"
 EPISODES_FOLDER = "episodes"
+VERDICTS_FOLDER = "evaluations"
 
 
 class MetricLogger:
@@ -119,6 +121,28 @@ def find_episode(run_dir: str | Path, episode_id: str) -> dict[str, Any] | None:
             if needle in line and (episode := json.loads(line))["id"] == episode_id:
                 return episode
     return None
+
+
+def write_verdicts(run_dir: str | Path, step: int, verdicts: Mapping[str, np.ndarray]) -> Path:
+    """Keeps an evaluation's verdicts, [tasks, samples] bool for each benchmark, as
+    ``evaluations/step_000010.json``: paired comparisons between steps and runs need them all."""
+    folder = Path(run_dir) / VERDICTS_FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step_{step:06d}.json"
+    rows = {name: np.asarray(array, int).tolist() for name, array in verdicts.items()}
+    _replace(path, json.dumps(rows).encode())
+    return path
+
+
+def read_verdicts(run_dir: str | Path) -> dict[int, dict[str, np.ndarray]]:
+    """The verdicts of every evaluation of a run, by step, ascending."""
+    files = sorted((Path(run_dir) / VERDICTS_FOLDER).glob("step_*.json"))
+    return {
+        int(path.stem.removeprefix("step_")): {
+            name: np.asarray(rows, bool) for name, rows in json.loads(path.read_text()).items()
+        }
+        for path in files
+    }
 
 
 def _episode_files(run_dir: Path) -> Sequence[tuple[int, Path]]:

@@ -34,7 +34,8 @@ def fit_prompt(
 
     Every cuttable text first keeps at most its own limit. If the whole is still too long, all of
     them get an equal share of what the fixed part leaves (what short ones do not use goes to the
-    others), and a cut is marked. Raises EpisodeFailed("prompt_budget") when the fixed part does not fit.
+    others), and a cut is marked. Raises EpisodeFailed("prompt_budget") when the fixed part alone
+    does not fit.
     """
 
     def render(texts: list[str]) -> tuple[str, list[int]]:

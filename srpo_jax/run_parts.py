@@ -137,11 +137,11 @@ def build_parts(
         benchmarks=sets.benchmarks,
         train_sampling=SamplingConfig(temperature=rollout.temperature, **common),
         eval_sampling=SamplingConfig(
-            temperature=evaluation.temperature, top_p=evaluation.top_p, top_k=evaluation.top_k, **common
+            temperature=evaluation.temperature, top_p=evaluation.top_p, top_k=evaluation.top_k,
+            **common,
         ),
         learner=learner,
         stream=TaskStream(sets.train, rollout.tasks_per_step, recipe.seed) if train else None,
-        needs_gate=recipe.learner.updates_per_batch > 1,
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def check_run_folder(recipe: Recipe) -> None:
         return
     if not recipe.trainer.resume:
         raise RecipeError(
-            f"{folder} already holds a run: set trainer.out to another folder, or trainer.resume=true"
+            f"{folder} already holds a run: set another trainer.out, or trainer.resume=true"
         )
     change = recipe.first_difference(saved)
     if change is not None:

@@ -23,7 +23,7 @@ def make_mesh(
     devices = list(jax.devices() if devices is None else devices)
     sizes = [data, fsdp, tensor]
     if sizes.count(-1) > 1:
-        raise RecipeError(f"learner.mesh: one axis at most may be -1, got {dict(zip(AXES, sizes))}")
+        raise RecipeError(f"learner.mesh: one axis at most may be -1, got {sizes}")
     known = int(np.prod([s for s in sizes if s != -1]))
     sizes = [len(devices) // known if s == -1 else s for s in sizes]
     if int(np.prod(sizes)) != len(devices):

@@ -65,9 +65,12 @@ def rollout_metrics(
 def update_metrics(
     reports: Sequence[Mapping[str, Any]], past_norms: Sequence[float]
 ) -> dict[str, float]:
-    """Loss, ratios, clipping and gradient norms over the optimiser steps of one batch."""
+    """Loss, ratios, clipping and gradient norms over the optimiser steps of one batch.
+
+    A batch without a complete event makes no step: that counts as a skipped one.
+    """
     if not reports:
-        return {}
+        return {"update/skipped": 1.0}
 
     def values(name):
         return [float(r[name]) for r in reports]
@@ -87,7 +90,8 @@ def update_metrics(
         "update/grad_norm": _mean(norms),
         "update/grad_norm_cv": float(np.std(window) / np.mean(window)) if np.any(window) else 0.0,
         "update/skipped": float(sum(not r["applied"] for r in reports)),
-        "policy/sampler_gap": _mean(values("sampler_gap")),
+        # Of the first step alone: for the later ones the policy has moved since it sampled.
+        "policy/sampler_gap": values("sampler_gap")[0],
     }
     return metrics
 

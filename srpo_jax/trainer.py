@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +20,7 @@ from srpo_jax.checkpoint import Checkpoints, write_json
 from srpo_jax.config import Recipe
 from srpo_jax.evaluation import BenchmarkResult, EpisodeCost, macro
 from srpo_jax.events import Event, split_complete
-from srpo_jax.metrics import EpisodeWriter, MetricLogger, read_metrics
+from srpo_jax.metrics import EpisodeWriter, MetricLogger, read_metrics, write_verdicts
 from srpo_jax.progress import RunProgress
 from srpo_jax.rollout import EpisodePlan, EpisodeResult
 from srpo_jax.run_parts import Parts, build_parts, check_run_folder
@@ -61,16 +63,22 @@ def run(
         parts.grad_norms = past_grad_norms(folder)
         parts.sync()
 
-    stop, done = _StopRequest(), start
-    with RunProgress(recipe.trainer.steps, start, console) as progress:
+    done = start
+    with (
+        closing(checkpoints),  # a checkpoint on its way is finished, however the run ends
+        closing(best),
+        closing(logger),
+        _StopRequest() as stop,
+        RunProgress(recipe.trainer.steps, start, console) as progress,
+    ):
         every = recipe.evaluation.every
         if start == 0 and every:
-            logger.log(0, _evaluation_metrics(evaluate(parts, progress)))
+            logger.log(0, _evaluate_and_keep(parts, 0, progress))
         for step in range(start, recipe.trainer.steps):
             metrics = train_step(parts, step, logger, writer, progress)
             done = step + 1
             if every and (done % every == 0 or done == recipe.trainer.steps):
-                metrics |= _evaluation_metrics(evaluate(parts, progress))
+                metrics |= _evaluate_and_keep(parts, done, progress)
             logger.log(done, metrics)
             progress.step(done, metrics)
             score = metrics.get("eval/macro/avg", -np.inf)
@@ -85,9 +93,6 @@ def run(
                 checkpoints.save(done, parts.learner.state, meta)
             if stop.requested:
                 break
-    checkpoints.close()
-    best.close()
-    logger.close()
     if done < recipe.trainer.steps:
         progress.note(
             f"stopped after step {done} of {recipe.trainer.steps}; the same command resumes"
@@ -129,7 +134,8 @@ def train_step(
             parts.needs_gate = False
         reports = parts.learner.update(batches, on_step=advance)
         metrics |= update_metrics(reports, parts.grad_norms)
-    parts.grad_norms = [*parts.grad_norms, metrics.get("update/grad_norm", 0.0)][-CV_WINDOW:]
+    if reports:
+        parts.grad_norms = [*parts.grad_norms, metrics["update/grad_norm"]][-CV_WINDOW:]
     parts.count_nonfinite(reports)
     parts.sync()
     clock.lap("update")
@@ -164,7 +170,7 @@ def apply_truncation(events: Sequence[Event], policy: str) -> list[Event]:
 def split_minibatches(
     recipe: Recipe, step: int, events: Sequence[Event], advantages: Sequence[np.ndarray]
 ) -> list[EventBatch]:
-    """The step's events in ``learner.updates_per_batch`` event-atomic parts, drawn by seed and step."""
+    """The step's events in ``updates_per_batch`` event-atomic parts, drawn by seed and step."""
     parts = min(recipe.learner.updates_per_batch, len(events))
     if not parts:
         return []
@@ -204,7 +210,7 @@ def evaluate(parts: Parts, progress: RunProgress | None = None) -> dict[str, Ben
 def benchmark_result(
     tasks: Sequence[Task], episodes: Sequence[EpisodeResult], samples: int
 ) -> BenchmarkResult:
-    """[tasks, samples] verdicts and costs; an episode that failed counts as wrong, and as failed."""
+    """[tasks, samples] verdicts and costs; a failed episode counts as wrong, and as failed."""
     correct = np.array([bool(r.episode and r.episode.correct) for r in episodes])
     costs = [
         EpisodeCost(
@@ -243,6 +249,12 @@ def past_grad_norms(folder: Any) -> list[float]:
     ]
 
 
+def _evaluate_and_keep(parts: Parts, step: int, progress: RunProgress) -> dict[str, float]:
+    results = evaluate(parts, progress)
+    write_verdicts(parts.recipe.run_dir, step, {n: r.correct for n, r in results.items()})
+    return _evaluation_metrics(results)
+
+
 def _evaluation_metrics(results: Mapping[str, BenchmarkResult]) -> dict[str, float]:
     metrics = {}
     for name, result in results.items():
@@ -272,10 +284,20 @@ class _StopRequest:
 
     def __init__(self):
         self.requested = False
-        try:
-            signal.signal(signal.SIGTERM, lambda *_: setattr(self, "requested", True))
-        except ValueError:
-            pass  # not in the main thread: the caller stops the run in its own way
+        self._previous = None
+
+    def __enter__(self) -> _StopRequest:
+        # Outside the main thread there are no handlers: the caller stops the run in its own way.
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGTERM, self._request)
+        return self
+
+    def _request(self, *_: object) -> None:
+        self.requested = True
+
+    def __exit__(self, *error: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
 
 
 class _Clock:

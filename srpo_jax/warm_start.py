@@ -1,8 +1,8 @@
 """Supervised start of a small model on role transcripts, so that every role speaks its format.
 
-Transcripts come from the workflows themselves with a teacher in place of the model, so their prompts
-are those of training. The teacher errs in a stated share of its outputs: what it does wrong is left
-for the team's reward to unlearn.
+Transcripts come from the workflows themselves with a teacher in place of the model, so their
+prompts are those of training. The teacher errs in a stated share of its outputs: what it does wrong
+is left for the team's reward to unlearn.
 """
 
 from __future__ import annotations

@@ -1,0 +1,453 @@
+"""The three-step update: one autograd's gradient for any preset, split, padding and mesh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.qwen import split_params
+from srpo_jax.config import OptimizerConfig
+from srpo_jax.learner import GateError
+from srpo_jax.objective import ObjectiveConfig, setwise_objective
+from srpo_jax.optimizer import make_optimizer
+from srpo_jax.sharding import make_mesh
+from tests.learner_cases import (
+    REAL_VOCAB,
+    TEMPERATURE,
+    advantages_of,
+    batch_of,
+    bit_equal,
+    events_of,
+    host,
+    make_learner,
+    norm,
+    perturbed,
+    relative_error,
+    set_params,
+    tiny_model,
+)
+
+NAN = float("nan")
+
+
+@cache
+def shared_learner(preset="srpo", **changes):
+    """Learners are compiled once for the whole file; ``fresh_learner`` resets the state."""
+    learner = make_learner(objective=ObjectiveConfig.preset(preset, **changes))
+    return learner, host(learner.state), jax.tree.map(lambda x: x.sharding, learner.state)
+
+
+def fresh_learner(preset="srpo", **changes):
+    learner, state, shardings = shared_learner(preset, **changes)
+    learner.state = jax.device_put(state, shardings)
+    return learner
+
+
+@partial(jax.jit, static_argnums=0)
+def plain_forward(graphdef, params, tokens, positions, segments):
+    model = nnx.merge(graphdef, params)
+    logits = model.logits(model(tokens, positions, segments))[:, :-1, :REAL_VOCAB]
+    logps = jax.nn.log_softmax(logits / TEMPERATURE)
+    chosen = jnp.take_along_axis(logps, tokens[:, 1:, None], -1)[..., 0]
+    entropy = -(jnp.exp(logps) * logps).sum(-1)
+    return tuple(jnp.pad(x, ((0, 0), (1, 0))) for x in (chosen, entropy))
+
+
+def plain_scores(graphdef, params, batch):
+    """Log-probs and entropies [R, T] by one forward and a whole log_softmax."""
+    T = batch.tokens.shape[-1]
+    fields = (batch.tokens, batch.positions, batch.segment_ids)
+    return plain_forward(graphdef, params, *(x.reshape(-1, T) for x in fields))
+
+
+def one_autograd(graphdef, params, batch, objective, old, reference=None):
+    """(loss, gradient) through model and objective at once."""
+
+    def loss(params):
+        logp, entropy = plain_scores(graphdef, params, batch)
+        return setwise_objective(
+            logp, old, batch.loss_mask.reshape(logp.shape), batch.row_event, batch.event_size,
+            batch.event_advantage, reference_logp=reference,
+            entropy=entropy if objective.entropy_coef else None,
+            row_advantage=None if objective.level == "event" else batch.row_advantage,
+            config=objective,
+        )[0]  # fmt: skip
+
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+def update_gradient(learner, batch, old_params=None):
+    """(loss, gradient) of the three steps; old log-probs are those of ``old_params``."""
+    old = learner.score(batch, old_params)
+    sums, metrics = learner.gradient(batch, learner.score(batch), old)
+    return metrics.loss, sums.grads
+
+
+# ---- exactness -----------------------------------------------------------------------------------
+
+# Wide clips let both branches act at the distances of these tests.
+OBJECTIVES = {
+    "srpo": {},
+    "srpo_token_reduced": {"kl_coef": 0.3, "entropy_coef": 0.1},
+    "grpo": {"kl_coef": 0.2, "kl_estimator": "k2"},
+    "gspo": {"clip_low": 0.05, "clip_high": 0.05},
+    "dr_mas": {"entropy_coef": 0.2},
+    "magrpo": {},
+}
+
+
+@pytest.mark.parametrize("preset", OBJECTIVES)
+def test_three_steps_are_one_autograd(preset):
+    objective = ObjectiveConfig.preset(preset, **OBJECTIVES[preset])
+    with jax.enable_x64(True):
+        model = tiny_model(dtype=jnp.float64)
+        learner = make_learner(model, objective, dtype=jnp.float64)
+        graphdef, start = split_params(model)
+        batch = batch_of(rows=4, by_row=preset == "dr_mas")
+        old_params, params = perturbed(start, 0.005, 1), perturbed(start, 0.01, 2)
+        set_params(learner, params)
+        loss, grads = update_gradient(learner, batch, old_params)
+        reference = plain_scores(graphdef, start, batch)[0] if objective.kl_coef else None
+        old = plain_scores(graphdef, old_params, batch)[0]
+        want_loss, want = one_autograd(graphdef, params, batch, objective, old, reference)
+        assert {x.dtype for x in jax.tree.leaves(grads)} == {np.dtype(np.float64)}
+        assert relative_error(grads, want) < 1e-10
+        assert float(loss) == pytest.approx(float(want_loss), rel=1e-10)
+
+
+def test_the_gradient_is_the_papers_formula_written_out():
+    """dJ = (1/|B|) sum_e g_e sum_j d log q, with g_e = rho_e A_e / sqrt(K_e), 0 where clipped."""
+    learner = fresh_learner()
+    graphdef, start = split_params(learner.model())
+    events, params = events_of(), perturbed(start, 0.01, 2)
+    advantages = advantages_of(events)
+    set_params(learner, params)
+    loss, grads = update_gradient(learner, batch_of(events, advantages, rows=4), start)
+
+    def log_prob(params, tokens, mask):
+        model = nnx.merge(graphdef, params)
+        row = tokens[None]
+        hidden = model(row, jnp.arange(len(tokens))[None], jnp.ones_like(row))
+        logits = model.logits(hidden)[0, :-1, :REAL_VOCAB] / TEMPERATURE
+        chosen = jax.nn.log_softmax(logits)[jnp.arange(len(tokens) - 1), tokens[1:]]
+        return jnp.where(mask[1:], chosen, 0).sum()
+
+    compiled = jax.jit(jax.value_and_grad(log_prob))
+    total, value, clipped = jax.tree.map(np.zeros_like, host(params)), 0.0, 0
+    for event, (a, *_) in zip(events, advantages, strict=True):
+        gap, score = 0.0, jax.tree.map(np.zeros_like, total)
+        for m in event.members:
+            ids = [*m.prompt_ids, *m.response_ids]
+            tokens = np.pad(np.array(ids, np.int32), (0, 20 - len(ids)))  # one compiled shape
+            mask = (np.arange(20) >= len(m.prompt_ids)) & (np.arange(20) < len(ids))
+            now, grad = compiled(params, tokens, mask)
+            gap += float(now) - float(compiled(start, tokens, mask)[0])
+            score = jax.tree.map(np.add, score, host(grad))
+        rho = np.exp(gap / np.sqrt(event.k))
+        value += min(rho * a, np.clip(rho, 0.8, 1.2) * a) / len(events)
+        active = rho <= 1.2 if a > 0 else rho >= 0.8
+        clipped += not active
+        g = rho * a / np.sqrt(event.k) if active else 0.0
+        total = jax.tree.map(lambda t, s, g=g: t - g * s / len(events), total, score)
+    assert 0 < clipped < len(events)  # both branches took part
+    assert float(loss) == pytest.approx(-float(value), rel=1e-4)
+    assert relative_error(grads, total) < 1e-4
+
+
+def test_public_case_s05_any_micro_batch_size_gives_the_same_gradient():
+    learner = fresh_learner()
+    params = learner.params
+    set_params(learner, perturbed(params, 0.01))
+    batches = [batch_of(rows=rows) for rows in (11, 1, 3)]
+    assert [b.shape[0] for b in batches] == [1, 12, 4]
+    whole, *splits = (update_gradient(learner, batch, params) for batch in batches)
+    for loss, grads in splits:
+        assert float(loss) == pytest.approx(float(whole[0]), abs=1e-5)
+        assert relative_error(grads, whole[1]) < 1e-5
+
+
+def test_padding_rows_events_and_tokens_change_nothing():
+    learner = fresh_learner()
+    params = learner.params
+    set_params(learner, perturbed(params, 0.01))
+    batch = batch_of(rows=4)
+    loss, grads = update_gradient(learner, batch, params)
+
+    def widened(array, axis, fill):
+        pad = [(0, 0)] * array.ndim
+        pad[axis] = (0, 4 if axis else 2)
+        return np.pad(array, pad, constant_values=fill)
+
+    M, R, T, E = batch.shape
+    fields = ("tokens", "positions", "segment_ids", "loss_mask", "sampler_logp")
+    padded = {name: widened(widened(getattr(batch, name), 0, 0), 2, 0) for name in fields}
+    row_event = np.where(batch.row_event == E, E + 3, batch.row_event)
+    padded |= {
+        "row_event": np.pad(row_event, (0, 2 * R), constant_values=E + 3).astype(np.int32),
+        "row_advantage": np.pad(batch.row_advantage, (0, 2 * R), constant_values=NAN),
+        "event_size": np.pad(batch.event_size, (0, 3)),
+        "event_advantage": np.pad(batch.event_advantage, (0, 3), constant_values=NAN),
+    }
+    more = replace(batch, **padded)
+    assert more.shape == (M + 2, R, T + 4, E + 3)
+    more_loss, more_grads = update_gradient(learner, more, params)
+    assert float(more_loss) == pytest.approx(float(loss), rel=1e-6)
+    assert relative_error(more_grads, grads) < 1e-6
+
+
+# ---- devices -------------------------------------------------------------------------------------
+
+MESHES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1), (1, 4, 1), (1, 2, 2)]
+
+
+def two_updates(mesh):
+    """(loss, gradient, parameters after two updates) of a small run on a mesh, as numpy."""
+    config = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, grad_clip=0.5)
+    learner = make_learner(mesh=mesh, optimizer=make_optimizer(config, 10))
+    batches = [batch_of(rows=4), batch_of(events_of((2, 2, 1, 3), 5), rows=4)]
+    sums, metrics = learner.gradient(batches[0], *[learner.score(batches[0])] * 2)
+    gradient = jax.block_until_ready(sums.grads)
+    shardings = jax.tree.map(lambda x: x.sharding, learner.state)
+    reports = learner.update(batches)
+    jax.block_until_ready(learner.state)
+    same = jax.tree.map(
+        lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), learner.state, shardings
+    )
+    assert all(jax.tree.leaves(same))
+    losses = [float(metrics.loss), *(float(r["loss"]) for r in reports)]
+    return losses, host(gradient), host(learner.params)
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    return two_updates(make_mesh(1, 1, 1, devices=jax.devices()[:1]))
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_every_mesh_computes_the_same_update(sizes, on_one_device):
+    losses, gradient, params = on_one_device
+    mesh = make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
+    got_losses, got_gradient, got_params = two_updates(mesh)
+    np.testing.assert_allclose(got_losses, losses, rtol=1e-5, atol=1e-5)
+    assert relative_error(got_gradient, gradient) < 1e-5
+    start = host(split_params(tiny_model())[1])
+    moved = jax.tree.map(np.subtract, params, start)
+    got_moved = jax.tree.map(np.subtract, got_params, start)
+    assert relative_error(got_moved, moved) < 1e-4
+
+
+# ---- several updates of one batch ----------------------------------------------------------------
+
+
+def test_the_second_minibatch_has_ratios_to_the_policy_that_sampled_it():
+    learner = fresh_learner()
+    graphdef, start = split_params(learner.model())
+    start = host(start)
+    first, second = batch_of(rows=4), batch_of(events_of((2, 1, 3), 7), rows=4)
+    seen = []
+    reports = learner.update([first, second], on_step=lambda: seen.append(host(learner.params)))
+    assert len(seen) == 2 and [int(r["num_events"]) for r in reports] == [5, 3]
+    np.testing.assert_array_equal(reports[0]["ratio"][:5], np.ones(5))
+    assert float(reports[0]["loss"]) == pytest.approx(-np.mean(first.event_advantage[:5]), rel=1e-5)
+
+    old = plain_scores(graphdef, start, second)[0]
+    loss, grads = one_autograd(graphdef, seen[0], second, learner.objective, old)
+    gap = np.where(
+        second.loss_mask.reshape(old.shape), plain_scores(graphdef, seen[0], second)[0] - old, 0
+    ).sum(1)
+    log_ratio = [gap[:2].sum() / np.sqrt(2), gap[2], gap[3:6].sum() / np.sqrt(3)]
+    assert np.abs(log_ratio).min() > 1e-3  # off-policy indeed
+    np.testing.assert_allclose(reports[1]["log_ratio"][:3], log_ratio, rtol=1e-3, atol=1e-5)
+    assert float(reports[1]["loss"]) == pytest.approx(float(loss), rel=1e-4)
+    assert float(reports[1]["grad_norm"]) == pytest.approx(norm(grads), rel=1e-4)
+    assert int(learner.state.updates) == 2
+
+
+@pytest.mark.parametrize("preset", ["srpo", "dr_mas"])
+def test_a_single_batch_skips_scoring_and_equals_the_scored_update(preset, monkeypatch):
+    learner = fresh_learner(preset)
+    batch = batch_of(rows=4, by_row=preset == "dr_mas")
+    scores = learner.score(batch)
+    scored, want = learner.gradient(batch, scores, scores)
+    unscored, metrics = learner.gradient(batch)
+    assert relative_error(unscored.grads, scored.grads) < 1e-6
+    assert float(metrics.loss) == pytest.approx(float(want.loss), rel=1e-6)
+    np.testing.assert_array_equal(metrics.ratio, np.ones(8))
+
+    def no_score(*_):
+        raise AssertionError("a single update needs no scores")
+
+    monkeypatch.setattr(learner, "score", no_score)
+    (report,) = learner.update([batch])
+    assert float(report["grad_norm"]) == pytest.approx(norm(scored.grads), rel=1e-5)
+    assert report["applied"] and float(report["ratio_mean"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes"), [("magrpo", {}), ("srpo", {"entropy_coef": 0.5})], ids=str
+)
+def test_a_single_batch_is_scored_where_the_loss_needs_the_values(preset, changes):
+    learner = fresh_learner(preset, **changes)
+    graphdef, params = split_params(learner.model())
+    batch = batch_of(rows=4)
+    old = plain_scores(graphdef, params, batch)[0]
+    loss, grads = one_autograd(graphdef, params, batch, learner.objective, old)
+    (report,) = learner.update([batch])
+    assert float(report["loss"]) == pytest.approx(float(loss), rel=1e-4)
+    assert float(report["grad_norm"]) == pytest.approx(norm(grads), rel=1e-4)
+
+
+def test_the_first_update_has_a_gradient_though_every_ratio_is_one():
+    learner = fresh_learner()
+    before = host(learner.params)
+    (report,) = learner.update([batch_of()])
+    assert float(report["grad_norm"]) > 1e-2
+    assert relative_error(learner.params, before) > 1e-3
+
+
+# ---- the score program ---------------------------------------------------------------------------
+
+
+def test_scores_are_the_plain_ones():
+    learner = fresh_learner(entropy_coef=0.5)
+    graphdef, params = split_params(learner.model())
+    batch = batch_of(rows=4)
+    mask = batch.loss_mask.reshape(-1, batch.shape[2])
+    for got, want in zip(learner.score(batch), plain_scores(graphdef, params, batch), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(got).reshape(mask.shape)[mask], np.asarray(want)[mask], rtol=1e-4, atol=1e-5
+        )
+
+
+def test_rematerialised_layers_and_bfloat16_computation():
+    batch = batch_of(rows=4)
+    full = fresh_learner().gradient(batch)[0].grads
+    again = make_learner(remat=True).gradient(batch)[0].grads
+    assert relative_error(again, full) < 1e-5
+    low = make_learner(dtype=jnp.bfloat16)
+    low.check_gate(batch)
+    grads = low.gradient(batch)[0].grads
+    assert {x.dtype for x in jax.tree.leaves(grads)} == {np.dtype(np.float32)}
+    assert 1e-4 < relative_error(grads, full) < 0.2
+
+
+def test_the_gate_passes_and_fails_where_two_scores_differ(monkeypatch):
+    learner = fresh_learner()
+    batch = batch_of(rows=4)
+    learner.check_gate(batch)
+    score, calls = learner.score, []
+
+    def drifting(batch, params=None):
+        calls.append(1)
+        logp, entropy = score(batch, params)
+        return logp + 1e-6 * len(calls), entropy
+
+    monkeypatch.setattr(learner, "score", drifting)
+    with pytest.raises(GateError, match="scoring one batch twice differs by up to"):
+        learner.check_gate(batch)
+
+
+def test_the_samplers_gap_is_the_mean_absolute_difference_per_token():
+    learner = fresh_learner()
+    batch = batch_of(rows=4)
+    logp = np.asarray(learner.score(batch)[0])
+    want = np.abs(logp - batch.sampler_logp)[batch.loss_mask].mean()
+    (report,) = learner.update([batch])
+    assert float(report["sampler_gap"]) == pytest.approx(want, rel=1e-5)
+    sampled = replace(batch, sampler_logp=np.asarray(learner.score(batch)[0]))
+    assert float(learner.update([sampled])[0]["sampler_gap"]) < 1e-5
+
+
+# ---- compiled programs and buffers ---------------------------------------------------------------
+
+
+def test_batches_of_the_same_buckets_compile_nothing_new():
+    learner = fresh_learner()
+    shapes, counts = set(), []
+    for seed, sizes in enumerate([(3, 1, 2, 2), (4, 4), (1,) * 7, (2, 2, 3)]):
+        batches = [batch_of(events_of(sizes, seed + 9 * i), rows=4, min_tokens=24) for i in (0, 1)]
+        shapes |= {b.shape for b in batches}
+        learner.update(batches)
+        counts.append(learner.compile_count())
+    assert shapes == {(2, 4, 24, 8)}
+    assert counts[0] > 0 and set(counts) == {counts[0]}
+    learner.update([batch_of(events_of((4, 4, 4)), rows=4, min_tokens=24)])
+    assert learner.compile_count() > counts[0]  # another shape is noticed
+
+
+def test_the_old_state_is_donated_and_the_model_handed_in_is_not():
+    model = tiny_model()
+    given = split_params(model)[1]
+    learner = make_learner(model)
+    old = learner.state
+    learner.update([batch_of()])
+    assert all(x.is_deleted() for x in jax.tree.leaves(old))
+    assert not any(x.is_deleted() for x in jax.tree.leaves((given, learner.state)))
+    assert bit_equal(given, split_params(tiny_model())[1])
+
+
+def test_bfloat16_moments_stay_bfloat16():
+    config = OptimizerConfig(lr=1e-2, moment_dtype="bfloat16", schedule="cosine", warmup_steps=1)
+    learner = make_learner(optimizer=make_optimizer(config, 10))
+    types = jax.tree.map(lambda x: (x.dtype, x.shape), learner.state)
+    assert np.dtype(jnp.bfloat16) in {x.dtype for x in jax.tree.leaves(learner.state.opt_state)}
+    before = host(learner.params)
+    for seed in range(2):
+        learner.update([batch_of(events_of(seed=seed))])
+    assert jax.tree.map(lambda x: (x.dtype, x.shape), learner.state) == types
+    assert relative_error(learner.params, before) > 0
+
+
+def test_the_kl_reference_is_frozen():
+    learner = make_learner(objective=ObjectiveConfig(kl_coef=0.1))
+    start = host(learner.params)
+    batch = batch_of(rows=4)
+    first = learner.update([batch])[0]
+    second = learner.update([batch])[0]
+    assert bit_equal(learner.reference, start)
+    assert float(first["kl"]) == 0.0 and float(second["kl"]) > 1e-5
+    assert relative_error(learner.params, start) > 0
+    assert fresh_learner().reference is None
+
+
+# ---- updates that must not happen ----------------------------------------------------------------
+
+
+def spoilt(batch):
+    return replace(batch, event_advantage=np.where(batch.event_size > 0, NAN, 0).astype(np.float32))
+
+
+@pytest.mark.parametrize("kind", ["non-finite", "empty"])
+def test_public_case_s10_a_useless_step_is_skipped_bit_for_bit(kind):
+    """Momentum and weight decay must not move parameters either."""
+    config = OptimizerConfig(lr=1e-2, weight_decay=0.1)
+    learner = make_learner(optimizer=make_optimizer(config, 10))
+    good = batch_of(rows=4)
+    assert learner.update([good])[0]["applied"]
+    before = host(learner.state)
+    bad = spoilt(good) if kind == "non-finite" else batch_of([], [])
+    (report,) = learner.update([bad])
+    assert not report["applied"] and bit_equal(learner.state, before)
+    assert int(learner.state.updates) == 1
+    if kind == "empty":
+        scalars = [v for k, v in report.items() if np.ndim(v) == 0]
+        assert np.isfinite(np.asarray(scalars, float)).all()
+        assert float(report["loss"]) == 0.0 and float(report["grad_norm"]) == 0.0
+    else:
+        assert not np.isfinite(report["grad_norm"])
+    assert learner.update([good])[0]["applied"] and int(learner.state.updates) == 2
+
+
+def test_a_skipped_step_leaves_the_next_minibatch_on_policy():
+    learner = fresh_learner()
+    batch = batch_of(rows=4)
+    reports = learner.update([spoilt(batch), batch])
+    assert [bool(r["applied"]) for r in reports] == [False, True]
+    np.testing.assert_array_equal(reports[1]["log_ratio"], np.zeros(8))

@@ -1,0 +1,388 @@
+"""The loop on a tiny model: what a run leaves behind, its parts, and the ways in which it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from envs.workflow import Cut, Outcome, Prompt, Score, Task
+from models.convert import load_hf
+from models.qwen import split_params
+from srpo_jax import run_parts, trainer
+from srpo_jax.batch import build_batch
+from srpo_jax.events import split_complete
+from srpo_jax.metrics import episode_steps, read_episodes, read_metrics
+from srpo_jax.yaml_reading import RecipeError
+from tests.learner_cases import advantages_of, bit_equal, events_of, one_device
+from tests.run_cases import EVAL_EPISODES, GROUP, TASKS_PER_STEP, noisy_reward, tiny_recipe
+
+EPISODES = GROUP * TASKS_PER_STEP
+
+
+@pytest.fixture(autouse=True)
+def single_device(monkeypatch, tmp_path):
+    """Runs in this process use one of its devices; what they write by default goes to a temporary
+    folder."""
+    monkeypatch.setattr(run_parts, "make_mesh", lambda **_: one_device())
+    monkeypatch.chdir(tmp_path)
+
+
+def run(recipe, **parts) -> int:
+    return trainer.run(recipe, console=Console(quiet=True), **parts)
+
+
+def params_of(folder):
+    return split_params(load_hf(folder)[0])[1]
+
+
+# ---- parts of a step -----------------------------------------------------------------------------
+
+
+def cut_event(event, *cut):
+    members = tuple(
+        replace(m, stop_reason="length" if m.index in cut else "stop") for m in event.members
+    )
+    return replace(event, members=members)
+
+
+def test_truncation_policies():
+    whole, half, malformed = (cut_event(e) for e in events_of((2, 3, 2)))
+    half = cut_event(half, 0, 2)
+    malformed = replace(
+        malformed, members=tuple(replace(m, well_formed=False) for m in malformed.members)
+    )
+    events = [whole, half, malformed]
+    assert trainer.apply_truncation(events, "keep") == events
+
+    kept, penalised, same = trainer.apply_truncation(events, "penalise")
+    assert kept is whole and same is malformed
+    assert [m.well_formed for m in penalised.members] == [False, True, False]
+    assert [m.response_ids for m in penalised.members] == [m.response_ids for m in half.members]
+
+    complete, dropped = split_complete(trainer.apply_truncation(events, "drop_event"))
+    assert complete == [whole, malformed]
+    assert [(e.id, e.expected, len(e.members)) for e in dropped] == [(half.id, 3, 1)]
+    assert len(half.members) == 3  # the records handed in are not changed
+
+
+def rows_of(batch):
+    """The (event size, tokens) of every event of a batch, from its rows alone."""
+    T = batch.tokens.shape[2]
+    tokens, segments = batch.tokens.reshape(-1, T), batch.segment_ids.reshape(-1, T)
+    for e in range(batch.num_events):
+        rows = np.flatnonzero(batch.row_event == e)
+        assert len(rows) == batch.event_size[e]  # no event is split
+        yield tuple(tuple(tokens[r][segments[r] == 1].tolist()) for r in rows)
+
+
+@pytest.mark.parametrize("updates", [1, 2, 3, 6])
+def test_minibatches_hold_every_event_once_and_whole(tmp_path, updates):
+    recipe = tiny_recipe(tmp_path, f"learner.updates_per_batch={updates}")
+    events = events_of((3, 1, 2, 1, 4, 2, 2), seed=4)
+    advantages = advantages_of(events)
+    batches = trainer.split_minibatches(recipe, 5, events, advantages)
+    assert len(batches) == updates
+    assert max(b.num_events for b in batches) - min(b.num_events for b in batches) <= 1
+    found = [rows for batch in batches for rows in rows_of(batch)]
+    given = [tuple((*m.prompt_ids, *m.response_ids) for m in e.members) for e in events]
+    assert sorted(found) == sorted(given) and len(set(given)) == 7
+    by_rows = dict(zip(given, advantages, strict=True))
+    for batch in batches:
+        for e, rows in enumerate(rows_of(batch)):
+            assert batch.event_advantage[e] == pytest.approx(by_rows[rows][0])
+
+    def order(step, seed=3):
+        own = recipe.model_copy(update={"seed": seed})
+        made = trainer.split_minibatches(own, step, events, advantages)
+        return [rows for batch in made for rows in rows_of(batch)]
+
+    assert order(5) == found
+    if updates > 1:
+        assert len({tuple(order(step, seed)) for step in range(3) for seed in (3, 4)}) > 3
+
+
+def test_fewer_events_than_updates_and_none(tmp_path):
+    recipe = tiny_recipe(tmp_path, "learner.updates_per_batch=4")
+    events = events_of((2, 1))
+    batches = trainer.split_minibatches(recipe, 0, events, advantages_of(events))
+    assert [b.num_events for b in batches] == [1, 1]
+    assert trainer.split_minibatches(recipe, 0, [], []) == []
+
+
+def test_past_gradient_norms_are_those_that_were_logged(tmp_path):
+    assert trainer.past_grad_norms(tmp_path) == []
+    rows = [{"step": 0, "eval/macro/avg": 0.5}]
+    rows += [{"step": n, "update/grad_norm": float(n)} for n in range(1, 25)]
+    rows += [{"step": 25, "update/grad_norm": None}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert trainer.past_grad_norms(tmp_path) == [float(n) for n in range(5, 25)]
+
+
+# ---- whole runs ----------------------------------------------------------------------------------
+
+KEYS = {
+    "reward/mean", "reward/correct", "episodes/total", "episodes/failed", "events/complete",
+    "events/complete_rate", "events/mean_k", "events/k_1", "events/k_2", "response/length",
+    "policy/entropy", "policy/sampler_gap", "invalid/solver", "invalid/verifier",
+    "truncated/solver", "cost/tokens", "cost/calls", "cost/tools", "info/rounds",
+    "advantage/zero_advantage_fraction", "update/loss", "update/ratio_mean", "update/ratio_min",
+    "update/ratio_max", "update/clip_fraction", "update/approx_kl", "update/grad_norm",
+    "update/grad_norm_cv", "update/skipped", "time/rollout", "time/update", "compiles",
+}  # fmt: skip
+
+
+def test_three_steps_of_the_math_workflow_end_to_end(tmp_path):
+    recipe = tiny_recipe(tmp_path, "model.param_dtype=float32")
+    assert run(recipe, reward=noisy_reward) == trainer.DONE
+    folder = tmp_path / "run"
+
+    rows = read_metrics(folder)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    for row in rows[1:]:
+        assert row.keys() >= KEYS, KEYS - row.keys()
+        assert all(value is not None and np.isfinite(value) for value in row.values())
+        assert row["episodes/total"] == EPISODES and row["episodes/failed"] == 0
+        assert row["events/k_2"] == EPISODES  # one proposal by two solvers in each episode
+        assert row["events/complete_rate"] == 1.0 and row["update/skipped"] == 0
+        assert row["policy/sampler_gap"] < 1e-4 and row["update/grad_norm"] > 0
+        assert 0 < row["reward/mean"] < 1
+    evaluated = [row["step"] for row in rows if "eval/sums/avg" in row]
+    assert evaluated == [0, 2, 3]  # every second step and the last
+    for row in rows:
+        if row["step"] in evaluated:
+            assert 0 <= row["eval/sums/avg"] <= row["eval/sums/pass"] <= 1
+            assert row["eval/macro/avg"] == row["eval/sums/avg"] and row["eval/sums/failed"] == 0
+            assert row["eval/sums/tokens"] > 0
+    assert rows[2]["compiles"] >= rows[1]["compiles"] > 0
+
+    assert episode_steps(folder) == [1, 2, 3]
+    episodes = list(read_episodes(folder, 2))
+    assert len(episodes) == EPISODES and len({e["id"] for e in episodes}) == EPISODES
+    for episode in episodes:
+        first = episode["events"][0]
+        assert (first["type"], first["expected"], len(first["members"])) == ("solve", 2, 2)
+        assert isinstance(first["advantage"], float)
+        assert episode["reward"] == noisy_reward(None, Outcome(episode["outcome"]["response"]))
+
+    assert json.loads((folder / "done.json").read_text()) == {"step": 3}
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["2", "3"]
+    trained, start = params_of(folder / "model"), params_of(tmp_path / "checkpoint")
+    assert jax.tree.map(np.shape, trained) == jax.tree.map(np.shape, start)
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), trained, start)
+    assert all(0 < x < 1 for x in jax.tree.leaves(moved))
+
+    parts = run_parts.build_parts(recipe, reward=noisy_reward)
+    checkpoints = trainer.Checkpoints(folder / "checkpoints", 2)
+    state, meta = checkpoints.load(3, parts.learner.state)
+    checkpoints.close()
+    assert bit_equal(state.params, trained)
+    assert int(state.updates) == 3 * recipe.learner.updates_per_batch
+    assert meta["best_score"] == max(row["eval/macro/avg"] for row in rows[1:] if row["step"] != 1)
+
+    # Finished already: the same command changes nothing.
+    assert run(recipe, reward=noisy_reward) == trainer.DONE
+    assert read_metrics(folder) == rows and bit_equal(params_of(folder / "model"), trained)
+    with pytest.raises(RecipeError, match=r"another recipe \(optimizer\.lr is 0\.01"):
+        run(tiny_recipe(tmp_path, "optimizer.lr=0.02"), reward=noisy_reward)
+    with pytest.raises(RecipeError, match="already holds a run"):
+        run(tiny_recipe(tmp_path, "trainer.resume=false"), reward=noisy_reward)
+
+
+@dataclass(frozen=True)
+class Notes:
+    problem: str
+    drafts: tuple[str, ...] = ()
+
+
+class ThreeVoices:
+    """A user's team: three drafts at once, then one closing word; it scores itself."""
+
+    roles = ("voice_1", "voice_2", "voice_3", "closer")
+
+    def __init__(self):
+        self.seen: list[str] = []
+
+    def prompt(self, role, state):
+        return Prompt(role, (state.problem, *(Cut(text) for text in state.drafts)))
+
+    async def run(self, task, team):
+        state = Notes(task.prompt)
+        drafts = await team.act("draft", state, roles=self.roles[:3], render=self.prompt)
+        state = replace(state, drafts=tuple(d.text for d in drafts))
+        (end,) = await team.act("close", state, roles=["closer"], render=self.prompt)
+        self.seen.append(task.id)
+        return Outcome(end.text, replace(state, drafts=(end.text,)), Score(0.25, False))
+
+
+def test_a_users_workflow_and_reward_are_passed_in_python(tmp_path):
+    recipe = tiny_recipe(
+        tmp_path, "trainer.steps=1", "evaluation.every=1", "learner.updates_per_batch=1"
+    )
+    workflow, asked = ThreeVoices(), []
+    before = params_of(tmp_path / "checkpoint")
+    assert run(recipe, workflow=workflow) == trainer.DONE
+    row = read_metrics(tmp_path / "run")[-1]
+    assert row["reward/mean"] == 0.25 and row["events/mean_k"] == 2.0
+    assert (row["events/k_3"], row["events/k_1"]) == (EPISODES, EPISODES)
+    assert row["advantage/zero_advantage_fraction"] == 1.0 and row["update/grad_norm"] == 0.0
+    assert len(workflow.seen) == EPISODES + 2 * EVAL_EPISODES
+
+    def reward(task, outcome):
+        asked.append((type(task), outcome.response))
+        return Score(noisy_reward(task, outcome), correct=True)
+
+    other = tiny_recipe(
+        tmp_path, "trainer.steps=1", "evaluation.every=0", f"trainer.out={tmp_path / 'other'}"
+    )
+    assert run(other, workflow=workflow, reward=reward) == trainer.DONE
+    (row,) = read_metrics(tmp_path / "other")
+    assert len(asked) == EPISODES and {kind for kind, _ in asked} == {Task}
+    assert row["reward/correct"] == 1.0
+    assert row["reward/mean"] == pytest.approx(
+        np.mean([noisy_reward(None, Outcome(text)) for _, text in asked])
+    )
+    assert not bit_equal(params_of(tmp_path / "other" / "model"), before)
+
+
+def test_evaluation_alone_uses_the_built_in_grader(tmp_path):
+    (name, result), *more = trainer.evaluate_recipe(tiny_recipe(tmp_path)).items()
+    assert (name, more) == ("sums", [])
+    assert result.correct.shape == (2, 2) and result.failed == 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_public_case_s10_a_step_without_complete_events_moves_nothing_and_is_counted(tmp_path):
+    """One token never ends a random output: every event of the step is dropped."""
+    recipe = tiny_recipe(
+        tmp_path, "rollout.truncated=drop_event", "evaluation.every=0", "trainer.steps=2",
+        "rollout.response_tokens=1",
+    )  # fmt: skip
+    assert run(recipe, reward=noisy_reward) == trainer.DONE
+    for row in read_metrics(tmp_path / "run"):
+        assert row["events/complete"] == 0 and row["events/complete_rate"] == 0
+        assert row["update/skipped"] == 1
+        assert all(value is not None for value in row.values())
+    start = params_of(tmp_path / "checkpoint")
+    assert bit_equal(params_of(tmp_path / "run" / "model"), start)
+
+
+# ---- how a run ends ------------------------------------------------------------------------------
+
+
+def test_too_many_failed_episodes_end_the_run_and_it_can_go_on(tmp_path, monkeypatch):
+    recipe = tiny_recipe(tmp_path, "evaluation.every=0")
+    calls, closed, close = [], [], trainer.Checkpoints.close
+    monkeypatch.setattr(
+        trainer.Checkpoints, "close", lambda self: (close(self), closed.append(self))
+    )
+
+    def broken(task, outcome):
+        calls.append(1)
+        if len(calls) > 2 * EPISODES:
+            raise RuntimeError("the reward server is gone")
+        return noisy_reward(task, outcome)
+
+    with pytest.raises(trainer.TrainingFailed) as caught:
+        run(recipe, reward=broken)
+    message = str(caught.value)
+    assert message.startswith("6 of 6 episodes failed (rollout.max_failed_fraction is 0.5)")
+    assert "RuntimeError: the reward server is gone" in message and "\n" not in message
+    assert len(closed) == 2  # "latest" and "best": what was being saved is whole
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
+    assert run(recipe, reward=noisy_reward) == trainer.DONE
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_a_failed_episode_is_dropped_and_counted(tmp_path):
+    recipe = tiny_recipe(tmp_path, "evaluation.every=0", "trainer.steps=1")
+    calls = []
+
+    def flaky(task, outcome):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyError("lost")
+        return noisy_reward(task, outcome)
+
+    assert run(recipe, reward=flaky) == trainer.DONE
+    (row,) = read_metrics(tmp_path / "run")
+    assert row["episodes/failed"] == 1 and row["episodes/failed_KeyError"] == 1
+    assert row["events/k_2"] == EPISODES - 1
+    failures = [e["failure"] for e in read_episodes(tmp_path / "run", 1)]
+    assert sorted(filter(None, failures)) == ["KeyError"]
+
+
+def test_non_finite_gradients_end_the_run_past_their_limit(tmp_path):
+    recipe = tiny_recipe(tmp_path, "learner.max_nonfinite=1")
+    parts = SimpleNamespace(recipe=recipe, nonfinite=0)
+    bad, good = {"grad_norm": np.float32("nan")}, {"grad_norm": np.float32(1)}
+    run_parts.Parts.count_nonfinite(parts, [bad, good, bad])
+    run_parts.Parts.count_nonfinite(parts, [good, bad])
+    with pytest.raises(run_parts.NonFiniteGradients, match="2 updates in a row"):
+        run_parts.Parts.count_nonfinite(parts, [{"grad_norm": np.float32("inf")}])
+
+
+def test_sigterm_saves_the_step_in_progress_and_the_run_goes_on(tmp_path):
+    """Stopped in step 1 and resumed, a run equals the straight one bit for bit."""
+    overrides = ("trainer.checkpoint_every=0",)
+    recipe = tiny_recipe(tmp_path, *overrides)
+    calls = []
+
+    def stopping(task, outcome):
+        calls.append(1)
+        if len(calls) == EVAL_EPISODES + 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return noisy_reward(task, outcome)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    assert run(recipe, reward=stopping) == trainer.STOPPED
+    assert signal.getsignal(signal.SIGTERM) is handler  # a caller's own handler is back
+    folder = tmp_path / "run"
+    assert [row["step"] for row in read_metrics(folder)] == [0, 1]
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["1"]
+    assert not (folder / "done.json").exists() and not (folder / "model").exists()
+    assert run(recipe, reward=noisy_reward) == trainer.DONE
+
+    straight = tiny_recipe(tmp_path, *overrides, f"trainer.out={tmp_path / 'straight'}")
+    assert run(straight, reward=noisy_reward) == trainer.DONE
+    first, second = (
+        [
+            {k: v for k, v in row.items() if not k.startswith("time/") and k != "compiles"}
+            for row in read_metrics(at)
+        ]
+        for at in (folder, tmp_path / "straight")
+    )
+    assert first == second and [row["step"] for row in first] == [0, 1, 2, 3]
+    assert bit_equal(params_of(folder / "model"), params_of(tmp_path / "straight" / "model"))
+
+
+def test_a_run_of_no_steps_evaluates_and_exports(tmp_path):
+    recipe = tiny_recipe(tmp_path, "trainer.steps=0")
+    assert run(recipe, reward=noisy_reward) == trainer.DONE
+    (row,) = read_metrics(tmp_path / "run")
+    assert row["step"] == 0 and "eval/macro/avg" in row
+    assert bit_equal(params_of(tmp_path / "run" / "model"), params_of(tmp_path / "checkpoint"))
+
+
+def test_rows_never_exceed_the_prompt_and_response_limits(tmp_path):
+    recipe = tiny_recipe(tmp_path)
+    limit = recipe.rollout.prompt_tokens + recipe.rollout.response_tokens
+    events = events_of((2, 2), longest=(60, 41))
+    for batch in trainer.split_minibatches(recipe, 0, events, advantages_of(events)):
+        assert batch.tokens.shape[2] <= limit
+    long = replace(
+        events[0].members[0], prompt_ids=[0] * limit, response_ids=[0], logps=np.zeros(1)
+    )
+    with pytest.raises(ValueError, match=f"a row has {limit + 1} tokens, the limit is {limit}"):
+        build_batch(
+            [replace(events[0], members=(long,), expected=1)], [np.zeros(1)],
+            micro_batch_rows=2, max_tokens=limit,
+        )  # fmt: skip
