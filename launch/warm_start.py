@@ -98,6 +98,7 @@ def warm_start(recipes: list[Recipe], args: Any) -> None:
 def _examples(recipe: Recipe, poor: float, episodes: int, seed: int, progress, bar) -> list:
     """One example of every distinct prompt of an event, over ``episodes`` episodes."""
     from envs.math.teacher import reply as math_teacher
+    from envs.search.teacher import invent_names
     from envs.search.teacher import reply as search_teacher
     from srpo_jax.data import task_sets
     from srpo_jax.plugins import build_workflow
@@ -111,6 +112,7 @@ def _examples(recipe: Recipe, poor: float, episodes: int, seed: int, progress, b
     return list(
         transcripts(
             workflow, chosen, teacher, poor=poor, seed=seed,
+            rewrite=invent_names if recipe.workflow.name == "search" else None,
             on_episode=lambda: progress.advance(bar),
         )
     )  # fmt: skip

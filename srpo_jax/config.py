@@ -246,9 +246,14 @@ class MeshConfig(Section):
 
 
 class LearnerConfig(Section):
-    """How an update runs. ``updates_per_batch``: optimiser steps per rollout batch."""
+    """How an update runs. ``updates_per_batch``: optimiser steps per rollout batch.
+
+    ``micro_batch_rows`` sequences are computed at a time. Rows are packed into sequences of
+    ``sequence_tokens``; None: every row is a sequence of its own.
+    """
 
     micro_batch_rows: Count
+    sequence_tokens: Count | None = None
     updates_per_batch: Count = 1
     mesh: MeshConfig = MeshConfig()
     remat: Literal["none", "full"] = "full"

@@ -117,13 +117,14 @@ class Learner:
             grads, gap = jax.grad(weighted, has_aux=True)(params)
             return Accumulated(jax.tree.map(jnp.add, sums.grads, grads), sums.gap_sum + gap)
 
-        def weights(current, old, reference, entropy, masks, events):
+        def weights(current, old, reference, entropy, events):
             def loss_of(logp, entropy):
                 return setwise_objective(
-                    _rows(logp), _rows(old), _rows(masks), events["row_event"],
+                    _flat(logp), _flat(old), _flat(events["loss_mask"]), events["row_event"],
                     events["event_size"], events["event_advantage"],
-                    reference_logp=None if reference is None else _rows(reference),
-                    entropy=_rows(entropy) if objective.entropy_coef else None,
+                    token_row=_flat(events["token_row"]),
+                    reference_logp=None if reference is None else _flat(reference),
+                    entropy=_flat(entropy) if objective.entropy_coef else None,
                     row_advantage=None if objective.level == "event" else events["row_advantage"],
                     config=objective,
                 )  # fmt: skip
@@ -218,10 +219,12 @@ class Learner:
         reference = None
         if self.reference is not None:
             reference = self.score(batch, self.reference)[0]
-        names = ("row_event", "row_advantage", "event_size", "event_advantage")
+        names = (
+            "loss_mask", "token_row", "row_event", "row_advantage", "event_size", "event_advantage",
+        )  # fmt: skip
         events = {name: getattr(batch, name) for name in names}
         w_logp, w_entropy, metrics = self._weights(
-            current_logp, old_logp, reference, entropy, batch.loss_mask, events
+            current_logp, old_logp, reference, entropy, events
         )
         sums = self._zeros(self.state.params)
         sharding = batch_sharding(self.mesh)
@@ -244,13 +247,11 @@ class Learner:
 
     def _micros(self, batch: EventBatch) -> list[dict[str, jax.Array]]:
         """The micro-batches that hold rows, on the mesh; trailing empty ones are never computed."""
-        rows = (batch.row_event < len(batch.event_size)).sum()
-        used = max(1, -(-int(rows) // batch.tokens.shape[1]))
         names = ("tokens", "positions", "segment_ids", "loss_mask", "sampler_logp")
         sharding = batch_sharding(self.mesh)
         return [
             {name: jax.device_put(getattr(batch, name)[m], sharding) for name in names}
-            for m in range(used)
+            for m in range(batch.used_micro_batches)
         ]
 
     @staticmethod
@@ -259,6 +260,6 @@ class Learner:
         return jnp.stack(scored + [jnp.zeros_like(scored[0])] * empty)
 
 
-def _rows(x: jax.Array) -> jax.Array:
-    """[M, R', T] -> [R, T]."""
+def _flat(x: jax.Array) -> jax.Array:
+    """[M, S, T] -> [M * S, T]."""
     return x.reshape(-1, x.shape[-1])

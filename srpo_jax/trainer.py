@@ -128,9 +128,12 @@ def train_step(
     metrics |= {f"advantage/{name}": value for name, value in statistics.items()}
     clock.lap("batch")
 
+    if batches:
+        metrics["update/fill"] = float(np.mean([batch.fill for batch in batches]))
     with progress.phase("update", len(batches)) as advance:
         if batches and parts.needs_gate:
             parts.learner.check_gate(batches[0])
+            progress.note("gate: scored the first batch twice, L_e = 0 exactly")
             parts.needs_gate = False
         reports = parts.learner.update(batches, on_step=advance)
         metrics |= update_metrics(reports, parts.grad_norms)
@@ -183,6 +186,7 @@ def split_minibatches(
                 [events[i] for i in chosen],
                 [advantages[i] for i in chosen],
                 micro_batch_rows=recipe.learner.micro_batch_rows,
+                sequence_tokens=recipe.learner.sequence_tokens,
                 max_tokens=recipe.rollout.prompt_tokens + recipe.rollout.response_tokens,
             )
         )

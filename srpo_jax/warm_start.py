@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from models.qwen import Qwen, split_params
 from srpo_jax.logprob import token_logps
 from srpo_jax.prompting import Tokenizer, fit_prompt
 
+Rewrite = Callable[[list[str], random.Random], list[str]]
 Teacher = Callable[[str, Any, Task, random.Random, float], str]
 
 
@@ -42,9 +43,13 @@ def transcripts(
     *,
     poor: float,
     seed: int,
+    rewrite: Rewrite | None = None,
     on_episode: Callable[[], None] = lambda: None,
 ) -> Iterator[Example]:
-    """One scripted episode for each task: an example of every distinct prompt of every call."""
+    """One scripted episode for each task: an example of every distinct prompt of every call.
+
+    ``rewrite`` changes the texts of every second episode, all of them together (names, say).
+    """
 
     async def episodes(chunk: Sequence[tuple[int, Task]]) -> list[Example]:
         examples = []
@@ -54,16 +59,42 @@ def transcripts(
                 lambda role, state, _, task=task, rng=rng: teacher(role, state, task, rng, poor)
             )
             await workflow.run(task, team)
+            found = []
             for call in team.calls:
                 pairs = zip(call.prompts, call.outputs, strict=True)
                 distinct = {prompt: output.text for prompt, output in pairs}
-                examples += [Example(prompt, text) for prompt, text in distinct.items()]
+                found += [Example(prompt, text) for prompt, text in distinct.items()]
+            if rewrite is not None and index % 2:
+                found = _rewritten(found, rewrite, rng)
+            examples += found
             on_episode()
         return examples
 
     numbered = list(enumerate(tasks))
     for start in range(0, len(numbered), 256):
         yield from asyncio.run(episodes(numbered[start : start + 256]))
+
+
+def _rewritten(examples: Sequence[Example], rewrite: Rewrite, rng: random.Random) -> list[Example]:
+    texts = [
+        part if isinstance(part, str) else part.text
+        for example in examples
+        for part in (*example.prompt.user, example.response)
+    ]
+    new = iter(rewrite(texts, rng))
+    return [
+        Example(
+            Prompt(
+                example.prompt.system,
+                tuple(
+                    next(new) if isinstance(part, str) else replace(part, text=next(new))
+                    for part in example.prompt.user
+                ),
+            ),
+            next(new),
+        )
+        for example in examples
+    ]
 
 
 @dataclass(frozen=True)

@@ -102,12 +102,14 @@ def batch_of(
     rows: int = 4,
     by_row: bool = False,
     min_tokens: int = 16,
+    sequence_tokens: int | None = None,
 ) -> EventBatch:
     events = events_of() if events is None else events
     advantages = advantages_of(events, by_row=by_row) if advantages is None else advantages
     return build_batch(
-        events, advantages, micro_batch_rows=rows, max_tokens=64, min_tokens=min_tokens
-    )
+        events, advantages, micro_batch_rows=rows, max_tokens=64, min_tokens=min_tokens,
+        sequence_tokens=sequence_tokens,
+    )  # fmt: skip
 
 
 def one_device():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from srpo_jax.batch import build_batch
 from srpo_jax.buckets import bucket
 from srpo_jax.events import Event, Member
+from srpo_jax.packing import best_fit
 from tests.learner_cases import advantages_of, events_of
 
 
@@ -53,7 +54,14 @@ def test_a_batch_by_hand():
         [[0, 0, -0.1, -0.2, -0.3, 0], [0, 0, 0, -0.4, 0, 0], [0, -0.5, -0.6, 0, 0, 0], [0] * 6],
         rtol=1e-6,
     )
-    np.testing.assert_array_equal(batch.positions, np.broadcast_to(np.arange(6), (2, 2, 6)))
+    np.testing.assert_array_equal(
+        batch.positions.reshape(4, 6),
+        [[0, 1, 2, 3, 4, 0], [0, 1, 2, 3, 0, 0], [0, 1, 2, 0, 0, 0], [0] * 6],
+    )
+    np.testing.assert_array_equal(
+        batch.token_row.reshape(4, 6),
+        [[0, 0, 0, 0, 0, 4], [1, 1, 1, 1, 4, 4], [2, 2, 2, 4, 4, 4], [4] * 6],
+    )
     np.testing.assert_array_equal(batch.row_event, [0, 0, 1, 8])
     np.testing.assert_array_equal(batch.row_advantage, [2, 1, -3, 0])
     np.testing.assert_array_equal(batch.event_size, [2, 1] + [0] * 6)
@@ -87,6 +95,41 @@ def test_every_event_row_and_token_is_in_the_batch_once(sizes, rows, seed):
     np.testing.assert_array_equal(counted, batch.event_size)
     assert batch.num_events == len(events) and batch.event_size[: len(events)].tolist() == sizes
     assert batch.num_tokens == sum(len(m.response_ids) for m in members)
+
+
+def test_rows_share_a_sequence_by_hand():
+    batch = build_batch(
+        [PAIR, SINGLE], [np.array([2.0, 1.0]), np.array([-3.0])],
+        micro_batch_rows=1, max_tokens=64, sequence_tokens=8, min_tokens=4,
+    )  # fmt: skip
+    # Rows of 5, 4 and 3 tokens: the longest and the shortest fill one sequence, 4 tokens are left.
+    assert batch.tokens.shape == (2, 1, 8)
+    np.testing.assert_array_equal(
+        batch.tokens[:, 0], [[11, 12, 1, 2, 3, 15, 5, 6], [11, 13, 14, 4, 0, 0, 0, 0]]
+    )
+    np.testing.assert_array_equal(
+        batch.segment_ids[:, 0], [[1, 1, 1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 0, 0, 0, 0]]
+    )
+    np.testing.assert_array_equal(
+        batch.positions[:, 0], [[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2, 3, 0, 0, 0, 0]]
+    )
+    R = len(batch.row_event)
+    np.testing.assert_array_equal(
+        batch.token_row[:, 0], [[0, 0, 0, 0, 0, 2, 2, 2], [1, 1, 1, 1, R, R, R, R]]
+    )
+    assert batch.row_event[:3].tolist() == [0, 0, 1] and (batch.row_event[3:] == 8).all()
+    assert (batch.used_micro_batches, batch.fill) == (2, 12 / 16)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_best_fit_places_every_row_once_within_capacity(seed):
+    lengths = np.random.default_rng(seed).integers(1, 65, 200).tolist()
+    bins = best_fit(lengths, 64)
+    assert sorted(r for rows in bins for r in rows) == list(range(200))
+    assert max(sum(lengths[r] for r in rows) for rows in bins) <= 64
+    assert len(bins) <= 1.25 * -(-sum(lengths) // 64)
+    with pytest.raises(ValueError, match="a row has 65 tokens, a sequence 64"):
+        best_fit([65], 64)
 
 
 def test_an_incomplete_event_is_refused():

@@ -188,7 +188,10 @@ def test_padding_rows_events_and_tokens_change_nothing():
     fields = ("tokens", "positions", "segment_ids", "loss_mask", "sampler_logp")
     padded = {name: widened(widened(getattr(batch, name), 0, 0), 2, 0) for name in fields}
     row_event = np.where(batch.row_event == E, E + 3, batch.row_event)
+    whole = M * R
+    token_row = np.where(batch.token_row == whole, whole + 2 * R, batch.token_row)
     padded |= {
+        "token_row": widened(widened(token_row, 0, whole + 2 * R), 2, whole + 2 * R),
         "row_event": np.pad(row_event, (0, 2 * R), constant_values=E + 3).astype(np.int32),
         "row_advantage": np.pad(batch.row_advantage, (0, 2 * R), constant_values=NAN),
         "event_size": np.pad(batch.event_size, (0, 3)),
@@ -199,6 +202,18 @@ def test_padding_rows_events_and_tokens_change_nothing():
     more_loss, more_grads = update_gradient(learner, more, params)
     assert float(more_loss) == pytest.approx(float(loss), rel=1e-6)
     assert relative_error(more_grads, grads) < 1e-6
+
+
+def test_packed_sequences_give_the_gradient_of_padded_rows():
+    learner = fresh_learner()
+    params = learner.params
+    set_params(learner, perturbed(params, 0.01))  # away from ratio 1, so that the clip can act
+    padded, packed = batch_of(), batch_of(rows=1, sequence_tokens=48)
+    assert packed.fill > padded.fill and (packed.segment_ids > 1).any()
+    loss, grads = update_gradient(learner, padded, params)
+    packed_loss, packed_grads = update_gradient(learner, packed, params)
+    assert float(packed_loss) == pytest.approx(float(loss), abs=1e-5)
+    assert relative_error(packed_grads, grads) < 1e-5
 
 
 # ---- devices -------------------------------------------------------------------------------------

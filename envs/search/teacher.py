@@ -8,7 +8,10 @@ early, an answer taken from the wrong passage.
 
 from __future__ import annotations
 
+import functools
 import random
+import re
+import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -86,3 +89,48 @@ def _answer(
         return f"<think>found</think><answer>{right}</answer>"
     guess = rng.choice(list(facts.values())) if facts else "unknown"
     return f"<think>{'found' if errs else 'guess'}</think><answer>{guess}</answer>"
+
+
+_CONSONANTS, _VOWELS = "bcdfghjklmnprstvz", "aeiou"
+
+
+def invent_names(texts: Sequence[str], rng: random.Random) -> list[str]:
+    """The texts with every name and code of the factbook replaced by an invented one.
+
+    One name becomes the same invention in all of the texts. A model that learns from such texts
+    cannot know the facts by heart: it has to read them from the passages.
+    """
+    invented: dict[str, str] = {}
+
+    def replace(match: re.Match[str]) -> str:
+        name = match[0]
+        if name not in invented:
+            invented[name] = _invention(name, rng)
+        return invented[name]
+
+    pattern = _names_pattern()
+    return [pattern.sub(replace, text) for text in texts]
+
+
+@functools.cache
+def _names_pattern() -> re.Pattern[str]:
+    names = {country.name for country in countries()}
+    for country in countries():
+        for field in (*KEYS, "currency code", "internet code", "aircraft prefix", "nationality"):
+            names.add(country.facts.get(field, ""))
+    longest_first = sorted(filter(None, names), key=lambda name: (-len(name), name))
+    return re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, longest_first))})(?!\w)")
+
+
+def _invention(name: str, rng: random.Random) -> str:
+    if name.startswith("."):
+        return "." + "".join(rng.choices(string.ascii_lowercase, k=2))
+    if len(name) <= 3 and name.upper() == name:
+        return "".join(rng.choices(string.ascii_uppercase, k=len(name)))
+    words = 1 if rng.random() < 0.8 else 2
+    return " ".join(_word(rng) for _ in range(words))
+
+
+def _word(rng: random.Random) -> str:
+    syllables = [rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(rng.randint(2, 3))]
+    return "".join(syllables).capitalize() + rng.choice(("", "", "n", "s", "r"))
