@@ -24,7 +24,7 @@ from models.partition import tree_shardings
 from models.qwen import Qwen, split_params
 from srpo_jax.batch import EventBatch
 from srpo_jax.logprob import token_logps
-from srpo_jax.objective import ObjectiveConfig, setwise_objective
+from srpo_jax.objective import ObjectiveConfig, ObjectiveMetrics, setwise_objective
 from srpo_jax.sharding import batch_sharding, replicated
 
 
@@ -106,10 +106,13 @@ class Learner:
                 with_entropy=bool(objective.entropy_coef),
             )
 
-        def accumulate(params, sums, micro, w_logp, w_entropy):
+        def accumulate(params, sums, micro, keep, w_logp, w_entropy):
+            # A dropped event's rows become padding: a weight of 0 alone would give 0 * NaN.
+            micro = {name: jnp.where(keep, x, 0) for name, x in micro.items()}
+
             def weighted(params):
                 logp, entropy = logps(params, micro)
-                mask = micro["loss_mask"]
+                mask = micro["loss_mask"] != 0
                 gap = jnp.where(mask, jnp.abs(logp - micro["sampler_logp"]), 0.0).sum()
                 total = jnp.sum(jnp.where(mask, w_logp * logp + w_entropy * entropy, 0.0))
                 return total, jax.lax.stop_gradient(gap)
@@ -118,11 +121,13 @@ class Learner:
             return Accumulated(jax.tree.map(jnp.add, sums.grads, grads), sums.gap_sum + gap)
 
         def weights(current, old, reference, entropy, events):
+            finite, keep = _finite_events(current, old, events)
+
             def loss_of(logp, entropy):
                 return setwise_objective(
                     _flat(logp), _flat(old), _flat(events["loss_mask"]), events["row_event"],
                     events["event_size"], events["event_advantage"],
-                    token_row=_flat(events["token_row"]),
+                    event_valid=finite, token_row=_flat(events["token_row"]),
                     reference_logp=None if reference is None else _flat(reference),
                     entropy=_flat(entropy) if objective.entropy_coef else None,
                     row_advantage=None if objective.level == "event" else events["row_advantage"],
@@ -132,10 +137,11 @@ class Learner:
             (w_logp, w_entropy), metrics = jax.grad(loss_of, argnums=(0, 1), has_aux=True)(
                 current, entropy
             )
-            return w_logp, w_entropy, metrics
+            dropped = jnp.sum(~finite & (events["event_size"] > 0))
+            return keep, w_logp, w_entropy, metrics, dropped
 
         def apply(state, sums, num_events):
-            norm = optax.global_norm(sums.grads)
+            norm = optax.tree.norm(sums.grads)
             # A step without events must not move parameters through momentum or decay either.
             good = jnp.isfinite(norm) & (num_events > 0)
             moves, opt_state = optimizer.update(sums.grads, state.opt_state, state.params)
@@ -148,7 +154,7 @@ class Learner:
 
         self._score = jax.jit(logps, in_shardings=(shardings, rows), out_shardings=(rows, rows))
         self._accumulate = jax.jit(
-            accumulate, in_shardings=(shardings, sums, rows, rows, rows), out_shardings=sums,
+            accumulate, in_shardings=(shardings, sums, rows, rows, rows, rows), out_shardings=sums,
             donate_argnums=1,
         )  # fmt: skip
         self._weights = jax.jit(weights)
@@ -180,7 +186,8 @@ class Learner:
     def check_gate(self, batch: EventBatch) -> None:
         """Scores twice and raises GateError unless every log-prob is bit-equal: L_e = 0 exactly."""
         first, second = (np.asarray(self.score(batch)[0]) for _ in range(2))
-        if not np.array_equal(first[batch.loss_mask], second[batch.loss_mask]):
+        seen = first[batch.loss_mask], second[batch.loss_mask]
+        if not np.array_equal(*seen, equal_nan=True):
             worst = np.abs(first - second)[batch.loss_mask].max()
             raise GateError(
                 f"scoring one batch twice differs by up to {worst:g} per token, so the clip would "
@@ -207,8 +214,11 @@ class Learner:
             on_step()
         return [self._fetch(report) for report in reports]
 
-    def gradient(self, batch: EventBatch, current=None, old=None) -> tuple[Accumulated, Any]:
-        """The gradient of the loss over a whole batch, and the objective's metrics.
+    def gradient(
+        self, batch: EventBatch, current=None, old=None
+    ) -> tuple[Accumulated, ObjectiveMetrics, jax.Array]:
+        """The gradient of the loss over a whole batch, the objective's metrics, and the number of
+        events that were dropped because a log-prob of theirs is not finite.
 
         ``current``, ``old``: pairs from ``score``; None means the policy that sampled the batch.
         """
@@ -223,21 +233,26 @@ class Learner:
             "loss_mask", "token_row", "row_event", "row_advantage", "event_size", "event_advantage",
         )  # fmt: skip
         events = {name: getattr(batch, name) for name in names}
-        w_logp, w_entropy, metrics = self._weights(
+        *by_token, metrics, dropped = self._weights(
             current_logp, old_logp, reference, entropy, events
         )
         sums = self._zeros(self.state.params)
         sharding = batch_sharding(self.mesh)
         for m, micro in enumerate(micros):
-            w = jax.device_put((w_logp[m], w_entropy[m]), sharding)
-            sums = self._accumulate(self.state.params, sums, micro, *w)
-        return sums, metrics
+            placed = jax.device_put([x[m] for x in by_token], sharding)
+            sums = self._accumulate(self.state.params, sums, micro, *placed)
+        return sums, metrics, dropped
 
     def _step(self, batch, current, old):
-        sums, metrics = self.gradient(batch, current, old)
-        gap = sums.gap_sum / max(batch.num_tokens, 1)
-        self.state, norm, good = self._apply(self.state, sums, np.int32(batch.num_events))
-        return {"objective": metrics, "grad_norm": norm, "applied": good, "sampler_gap": gap}
+        sums, metrics, dropped = self.gradient(batch, current, old)
+        self.state, norm, good = self._apply(self.state, sums, metrics.num_events)
+        return {
+            "objective": metrics,
+            "grad_norm": norm,
+            "applied": good,
+            "sampler_gap": sums.gap_sum / max(batch.num_tokens, 1),
+            "nonfinite_events": dropped,
+        }
 
     @staticmethod
     def _fetch(report):
@@ -258,6 +273,20 @@ class Learner:
     def _stack(scored: list[jax.Array], batch: EventBatch) -> jax.Array:
         empty = batch.tokens.shape[0] - len(scored)
         return jnp.stack(scored + [jnp.zeros_like(scored[0])] * empty)
+
+
+def _finite_events(current, old, events) -> tuple[jax.Array, jax.Array]:
+    """[E] bool, events all of whose log-probs are finite, and [M, S, T] bool, the tokens of these
+    (and padding)."""
+    R, E = events["row_event"].shape[0], events["event_size"].shape[0]
+    bad = events["loss_mask"] & ~(jnp.isfinite(current) & jnp.isfinite(old))
+    by_row = jax.ops.segment_sum(
+        bad.reshape(-1).astype(jnp.int32), events["token_row"].reshape(-1), R + 1
+    )[:R]
+    by_event = jax.ops.segment_sum(by_row, events["row_event"], E + 1)[:E]
+    keep_event = jnp.append(by_event == 0, True)
+    keep_row = jnp.append(keep_event[events["row_event"]], True)
+    return keep_event[:E], keep_row[events["token_row"]]
 
 
 def _flat(x: jax.Array) -> jax.Array:

@@ -59,11 +59,11 @@ class Parts:
     def count_nonfinite(self, reports: Sequence[dict[str, Any]]) -> None:
         """Raises NonFiniteGradients once too many updates in a row were skipped."""
         for report in reports:
-            bad = not np.isfinite(report["grad_norm"])
+            bad = not np.isfinite(report["grad_norm"]) or report["nonfinite_events"] > 0
             self.nonfinite = self.nonfinite + 1 if bad else 0
             if self.nonfinite > self.recipe.learner.max_nonfinite:
                 raise NonFiniteGradients(
-                    f"{self.nonfinite} updates in a row had non-finite gradients "
+                    f"{self.nonfinite} updates in a row had non-finite log-probs or gradients "
                     f"(learner.max_nonfinite is {self.recipe.learner.max_nonfinite}); "
                     "the parameters are those before them"
                 )

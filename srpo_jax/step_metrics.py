@@ -89,6 +89,7 @@ def update_metrics(
         "update/kl": _mean(values("kl")),
         "update/grad_norm": _mean(norms),
         "update/grad_norm_cv": float(np.std(window) / np.mean(window)) if np.any(window) else 0.0,
+        "update/nonfinite_events": sum(values("nonfinite_events")),
         "update/skipped": float(sum(not r["applied"] for r in reports)),
         # Of the first step alone: for the later ones the policy has moved since it sampled.
         "policy/sampler_gap": values("sampler_gap")[0],

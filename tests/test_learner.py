@@ -85,7 +85,7 @@ def one_autograd(graphdef, params, batch, objective, old, reference=None):
 def update_gradient(learner, batch, old_params=None):
     """(loss, gradient) of the three steps; old log-probs are those of ``old_params``."""
     old = learner.score(batch, old_params)
-    sums, metrics = learner.gradient(batch, learner.score(batch), old)
+    sums, metrics, _ = learner.gradient(batch, learner.score(batch), old)
     return metrics.loss, sums.grads
 
 
@@ -216,6 +216,29 @@ def test_packed_sequences_give_the_gradient_of_padded_rows():
     assert relative_error(packed_grads, grads) < 1e-5
 
 
+def test_an_event_with_nonfinite_log_probs_is_dropped_and_the_others_are_trained():
+    learner = make_learner(tiny_model(tie_embeddings=False))
+    events = events_of()
+    poison = 63  # an id that no other event holds, because it is past the tokenizer's
+    first = events[0].members[0]
+    poisoned = replace(first, prompt_ids=[poison, *first.prompt_ids[1:]])
+    ill = replace(events[0], members=(poisoned, *events[0].members[1:]))
+    params = learner.params
+    embedding = params["embed"]["embedding"].at[poison].set(NAN)
+    set_params(learner, {**params, "embed": {"embedding": embedding}})
+
+    batch = batch_of([ill, *events[1:]], advantages_of(events))
+    scores = learner.score(batch)
+    sums, metrics, dropped = learner.gradient(batch, scores, scores)
+    rest = batch_of(events[1:], advantages_of(events)[1:])
+    scores = learner.score(rest)
+    want, want_metrics, none = learner.gradient(rest, scores, scores)
+    assert (int(dropped), int(none)) == (1, 0)
+    assert int(metrics.num_events) == len(events) - 1
+    assert float(metrics.loss) == pytest.approx(float(want_metrics.loss), abs=1e-6)
+    assert relative_error(sums.grads, want.grads) < 1e-5
+
+
 # ---- devices -------------------------------------------------------------------------------------
 
 MESHES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1), (1, 4, 1), (1, 2, 2)]
@@ -226,7 +249,7 @@ def two_updates(mesh):
     config = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, grad_clip=0.5)
     learner = make_learner(mesh=mesh, optimizer=make_optimizer(config, 10))
     batches = [batch_of(rows=4), batch_of(events_of((2, 2, 1, 3), 5), rows=4)]
-    sums, metrics = learner.gradient(batches[0], *[learner.score(batches[0])] * 2)
+    sums, metrics, _ = learner.gradient(batches[0], *[learner.score(batches[0])] * 2)
     gradient = jax.block_until_ready(sums.grads)
     shardings = jax.tree.map(lambda x: x.sharding, learner.state)
     reports = learner.update(batches)
@@ -290,8 +313,8 @@ def test_a_single_batch_skips_scoring_and_equals_the_scored_update(preset, monke
     learner = fresh_learner(preset)
     batch = batch_of(rows=4, by_row=preset == "dr_mas")
     scores = learner.score(batch)
-    scored, want = learner.gradient(batch, scores, scores)
-    unscored, metrics = learner.gradient(batch)
+    scored, want, _ = learner.gradient(batch, scores, scores)
+    unscored, metrics, _ = learner.gradient(batch)
     assert relative_error(unscored.grads, scored.grads) < 1e-6
     assert float(metrics.loss) == pytest.approx(float(want.loss), rel=1e-6)
     np.testing.assert_array_equal(metrics.ratio, np.ones(8))
