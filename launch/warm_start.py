@@ -25,6 +25,7 @@ def main() -> int:
         "python -m launch.warm_start assets/tiny_team --tokens 20000000",
     )
     parser.add_argument("target", type=Path, help="Hugging Face folder to write")
+    parser.add_argument("--init", type=Path, help="go on from this folder, with its tokenizer")
     parser.add_argument("--recipes", nargs="+", default=RECIPES, help="whose roles are taught")
     parser.add_argument(
         "--poor", nargs="+", type=float, default=[0.5, 0.15],
@@ -48,12 +49,9 @@ def main() -> int:
 def warm_start(recipes: list[Recipe], args: Any) -> None:
     import jax.numpy as jnp
     import numpy as np
-    from flax import nnx
     from rich.progress import Progress
 
-    from models.convert import save_hf
-    from models.qwen import Qwen
-    from models.tiny import tiny_config, train_tokenizer
+    from models.convert import load_hf, save_hf
     from models.tokenizer import ChatTokenizer
     from srpo_jax.warm_start import encode_examples, pack_examples, train_supervised
 
@@ -63,11 +61,11 @@ def warm_start(recipes: list[Recipe], args: Any) -> None:
         for recipe, poor, episodes in zip(recipes, args.poor, args.episodes, strict=True):
             bar = progress.add_task(f"{recipe.workflow.name} transcripts", total=episodes)
             examples.append(_examples(recipe, poor, episodes, args.seed, progress, bar))
-        texts = [e.prompt.text() + e.response for group in examples for e in group[:20000]]
-        systems = sorted({e.prompt.system for group in examples for e in group})
-        config = tiny_config(args.vocab)
-        train_tokenizer(scratch, texts + systems * 100, config)
-        tokenizer = ChatTokenizer(scratch)
+        tokenizer, start = (
+            (ChatTokenizer(args.init), load_hf(args.init, dtype=jnp.float32)[0])
+            if args.init
+            else _from_scratch(examples, scratch, args)
+        )
         encoded = []
         for recipe, group in zip(recipes, examples, strict=True):
             encoded += encode_examples(
@@ -89,10 +87,25 @@ def warm_start(recipes: list[Recipe], args: Any) -> None:
                 progress.console.print(f"step {step}/{steps}  loss {loss:.4f}")
 
         model = train_supervised(
-            Qwen(config, rngs=nnx.Rngs(args.seed)), data, steps=steps, batch_rows=args.batch_rows,
+            start, data, steps=steps, batch_rows=args.batch_rows,
             lr=args.lr, seed=args.seed, vocab_size=tokenizer.vocab_size, on_step=on_step,
         )  # fmt: skip
-        save_hf(model, args.target, config, tokenizer_from=scratch, dtype=jnp.bfloat16)
+        save_hf(model, args.target, tokenizer_from=tokenizer.folder, dtype=jnp.bfloat16)
+
+
+def _from_scratch(examples: list, folder: Path, args: Any) -> tuple:
+    """A tokenizer trained on the examples, and a random model."""
+    from flax import nnx
+
+    from models.qwen import Qwen
+    from models.tiny import tiny_config, train_tokenizer
+    from models.tokenizer import ChatTokenizer
+
+    texts = [e.prompt.text() + e.response for group in examples for e in group[:20000]]
+    systems = sorted({e.prompt.system for group in examples for e in group})
+    config = tiny_config(args.vocab)
+    train_tokenizer(folder, texts + systems * 100, config)
+    return ChatTokenizer(folder), Qwen(config, rngs=nnx.Rngs(args.seed))
 
 
 def _examples(recipe: Recipe, poor: float, episodes: int, seed: int, progress, bar) -> list:

@@ -48,7 +48,7 @@ def transcripts(
 ) -> Iterator[Example]:
     """One scripted episode for each task: an example of every distinct prompt of every call.
 
-    ``rewrite`` changes the texts of every second episode, all of them together (names, say).
+    ``rewrite`` changes the texts of three episodes in four, all texts of one together (names, say).
     """
 
     async def episodes(chunk: Sequence[tuple[int, Task]]) -> list[Example]:
@@ -64,7 +64,7 @@ def transcripts(
                 pairs = zip(call.prompts, call.outputs, strict=True)
                 distinct = {prompt: output.text for prompt, output in pairs}
                 found += [Example(prompt, text) for prompt, text in distinct.items()]
-            if rewrite is not None and index % 2:
+            if rewrite is not None and index % 4:
                 found = _rewritten(found, rewrite, rng)
             examples += found
             on_episode()

@@ -1,0 +1,85 @@
+"""The main job on the embedded checkpoint: SRPO on Math, then on Search, each evaluated before and
+after on the same held-out tasks and keys; ends with a table and curves."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from launch.cli import Parser, entry, output
+from srpo_jax.config import Recipe, load_recipe
+from srpo_jax.evaluation import paired_difference
+from srpo_jax.metrics import read_metrics, read_verdicts
+
+RECIPES = ("configs/quickstart_math.yaml", "configs/quickstart_search.yaml")
+CURVES = ("reward/mean", "eval/*", "update/grad_norm", "update/clip_fraction", "policy/entropy")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser("launch.quickstart", __doc__, "python -m launch.quickstart --seed 1")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the training runs")
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder for the runs")
+    args = parser.parse_args(argv)
+    root = Path(__file__).parents[1]
+    recipes = [
+        load_recipe(
+            root / path,
+            [
+                f"seed={args.seed}",
+                f"model.path={root / 'assets' / 'tiny_team'}",
+                f"trainer.out={args.out / f'{Path(path).stem}_seed{args.seed}'}",
+            ],
+        )
+        for path in RECIPES
+    ]
+    console = output()
+    from srpo_jax import trainer
+
+    seconds = {}
+    for recipe in recipes:
+        console.print(Text(f"{recipe.name}: {recipe.trainer.steps} steps in {recipe.run_dir}"))
+        started = time.perf_counter()
+        code = trainer.run(recipe)
+        seconds[recipe.name] = time.perf_counter() - started
+        if code:
+            return code
+    console.print(before_after_table(recipes, seconds))
+    from launch.report import draw_curves, metric_names
+
+    runs = {recipe.name: read_metrics(recipe.run_dir) for recipe in recipes}
+    folder = args.out / "quickstart_report"
+    for path in draw_curves(runs, metric_names(runs, CURVES), folder):
+        console.print(Text(f"curves: {path}"))
+    last = recipes[-1].run_dir
+    console.print(Text(f"episodes: python -m launch.show {last}"))
+    return 0
+
+
+def before_after_table(recipes: list[Recipe], seconds: dict[str, float]) -> Table:
+    """Avg@k before and after training, and the mean paired difference with its standard error."""
+    table = Table(title="held-out tasks, same keys before and after")
+    table.add_column("benchmark")
+    for name in ("tasks x samples", "before", "after", "difference", "in s.e.", "seconds"):
+        table.add_column(name, justify="right")
+    for recipe in recipes:
+        verdicts = read_verdicts(recipe.run_dir)
+        first, last = verdicts[min(verdicts)], verdicts[max(verdicts)]
+        for name in first:
+            difference, error = paired_difference(first[name], last[name])
+            table.add_row(
+                name,
+                " x ".join(map(str, first[name].shape)),
+                f"{first[name].mean():.3f}",
+                f"{last[name].mean():.3f}",
+                f"{difference:+.3f} ± {error:.3f}",
+                f"{difference / error:.1f}" if error else "-",
+                f"{seconds[recipe.name]:.0f}",
+            )
+    return table
+
+
+if __name__ == "__main__":
+    entry(main)
