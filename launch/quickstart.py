@@ -15,7 +15,14 @@ from srpo_jax.evaluation import paired_difference
 from srpo_jax.metrics import read_metrics, read_verdicts
 
 RECIPES = ("configs/quickstart_math.yaml", "configs/quickstart_search.yaml")
-CURVES = ("reward/mean", "eval/*", "update/grad_norm", "update/clip_fraction", "policy/entropy")
+CURVES = (
+    "reward/mean",
+    "eval/*/avg",
+    "eval/*/pass",
+    "update/grad_norm",
+    "update/clip_fraction",
+    "policy/entropy",
+)
 
 
 def main(argv: list[str] | None = None) -> int:

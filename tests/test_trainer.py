@@ -323,11 +323,15 @@ def test_a_failed_episode_is_dropped_and_counted(tmp_path):
 def test_non_finite_gradients_end_the_run_past_their_limit(tmp_path):
     recipe = tiny_recipe(tmp_path, "learner.max_nonfinite=1")
     parts = SimpleNamespace(recipe=recipe, nonfinite=0)
-    bad, good = {"grad_norm": np.float32("nan")}, {"grad_norm": np.float32(1)}
-    run_parts.Parts.count_nonfinite(parts, [bad, good, bad])
+
+    def report(norm, nonfinite_events=0):
+        return {"grad_norm": np.float32(norm), "nonfinite_events": nonfinite_events}
+
+    bad, dropped, good = report("nan"), report(1, nonfinite_events=2), report(1)
+    run_parts.Parts.count_nonfinite(parts, [bad, good, dropped])
     run_parts.Parts.count_nonfinite(parts, [good, bad])
     with pytest.raises(run_parts.NonFiniteGradients, match="2 updates in a row"):
-        run_parts.Parts.count_nonfinite(parts, [{"grad_norm": np.float32("inf")}])
+        run_parts.Parts.count_nonfinite(parts, [report("inf")])
 
 
 def test_sigterm_saves_the_step_in_progress_and_the_run_goes_on(tmp_path):

@@ -95,7 +95,7 @@ def test_a_tiny_model_learns_its_transcripts(tmp_path):
     assert all(response[-1] == stop for _, response in encoded)
     with pytest.raises(ValueError, match="a response has"):
         encode_examples(tokenizer, found, stop, prompt_tokens=96, response_tokens=4)
-    data = pack_examples(encoded, 64, 0.1, np.random.default_rng(0))
+    data = pack_examples(encoded, 128, 0.1, np.random.default_rng(0))
     losses = []
     train_supervised(
         Qwen(config, rngs=nnx.Rngs(0), dtype=jnp.float32), data, steps=60, batch_rows=4, lr=3e-3,
