@@ -6,13 +6,10 @@ and reads it by index ever after. ``read_tasks`` reads JSONL and Parquet files.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import hashlib
-import io
 import json
-import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +19,8 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 
+from envs.stored_tasks import store
+from envs.task_rows import TaskError, first, read_rows
 from envs.workflow import Task
 
 SPLITS = ("train", "validation", "test")
@@ -31,10 +30,6 @@ ARITHMETIC = "arithmetic"
 _BUCKETS = {"test": (0,), "validation": (1,), "train": range(2, 10)}
 _BLOCK = 1024  # problems generated at a time
 _TRIES = 100  # generated problems for each wanted one, at most
-
-
-class TaskError(ValueError):
-    """A task set that cannot be made or read; one line that says where."""
 
 
 @dataclass(kw_only=True)
@@ -93,30 +88,6 @@ class MathTasks(tfds.core.GeneratorBasedBuilder):
             )
 
 
-class StoredTasks(Sequence[Task]):
-    """Tasks read by index from ArrayRecord files."""
-
-    def __init__(self, source: Sequence[Mapping[str, bytes]]):
-        self._source = source
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"task {index} of {len(self)}")
-        row = {k: v.decode() for k, v in self._source[int(index) % len(self)].items()}
-        return Task(
-            id=row["id"],
-            prompt=row["prompt"],
-            answer=row["answer"],
-            source=row["source"],
-            extra=json.loads(row["extra"]),
-        )
-
-
 def math_tasks(
     name: str = ARITHMETIC,
     *,
@@ -144,32 +115,17 @@ def math_tasks(
     config = MathTasksConfig(
         generator=name, split=split, seed=seed, size=size, settings=dict(settings)
     )
-    tfds.disable_progress_bar()
-    with _quiet():
-        try:
-            builder = _prepared(config, data_dir)
-        except FileExistsError:  # another process was faster: its files are the same
-            builder = _prepared(config, data_dir)
-    return StoredTasks(builder.as_data_source(split=split))
+    return store(MathTasks, config, data_dir, split, _stored_task)
 
 
-def _prepared(config: MathTasksConfig, data_dir: str | os.PathLike) -> MathTasks:
-    builder = MathTasks(config=config, data_dir=os.fspath(data_dir), file_format="array_record")
-    builder.download_and_prepare()
-    return builder
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Holds back the builder's messages about custom configurations and downloads."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        logger.setLevel(level)
+def _stored_task(row: Mapping[str, str]) -> Task:
+    return Task(
+        id=row["id"],
+        prompt=row["prompt"],
+        answer=row["answer"],
+        source=row["source"],
+        extra=json.loads(row["extra"]),
+    )
 
 
 def _check_generator(name: str, settings: Mapping[str, Any]) -> None:
@@ -251,44 +207,14 @@ def read_tasks(path: str | os.PathLike, *, source: str | None = None) -> list[Ta
     line (Parquet: row, from 1).
     """
     path = Path(path)
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise TaskError(f"{path}: need a .jsonl or .parquet file")
-    if not path.is_file():
-        raise TaskError(f"{path}: no such file")
-    rows = _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
-    tasks = [_task(row, where, number, source or path.stem) for where, number, row in rows]
+    tasks = [
+        _task(row, where, number, source or path.stem) for where, number, row in read_rows(path)
+    ]
     if not tasks:
         raise TaskError(f"{path}: no tasks")
     if source is not None:
         tasks = [dataclasses.replace(task, source=source) for task in tasks]
     return tasks
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, int, Any]]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                yield where, number, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise TaskError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, int, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches()
-        number = 0
-        for batch in batches:
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path}: row {number}", number, row
-    except pyarrow.ArrowInvalid as error:
-        raise TaskError(f"{path}: not Parquet: {str(error).splitlines()[0]}") from None
 
 
 def _task(row: Any, where: str, number: int, stem: str) -> Task:
@@ -299,26 +225,22 @@ def _task(row: Any, where: str, number: int, stem: str) -> Task:
     for name, value in (("env_kwargs", kwargs), ("reward_model", reward), ("extra_info", extra)):
         if not isinstance(value, Mapping):
             raise TaskError(f"{where}: {name}: need an object, got {type(value).__name__}")
-    prompt = _first(
+    prompt = first(
         kwargs.get("question"), row.get("prompt"), row.get("problem"), row.get("question")
     )
     if prompt is None:
         raise TaskError(f"{where}: no problem (env_kwargs.question, prompt, problem or question)")
-    gold = _first(kwargs.get("ground_truth"), reward.get("ground_truth"), row.get("answer"))
+    gold = first(kwargs.get("ground_truth"), reward.get("ground_truth"), row.get("answer"))
     if gold is None:
         raise TaskError(f"{where}: no gold answer (reward_model.ground_truth or answer)")
     source = str(row.get("data_source") or kwargs.get("data_source") or stem)
-    index = _first(row.get("id"), extra.get("index"), number)
+    index = first(row.get("id"), extra.get("index"), number)
     return Task(
         id=f"{source}/{index}",
         prompt=_problem(prompt, where),
         answer=_gold(gold, where),
         source=source,
     )
-
-
-def _first(*values: Any) -> Any:
-    return next((v for v in values if v is not None), None)
 
 
 def _problem(prompt: Any, where: str) -> str:

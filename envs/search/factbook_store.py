@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import json
-import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import tensorflow_datasets as tfds
 
 from envs.search.factbook import TABLE, Split, select
+from envs.stored_tasks import StoredTasks, store
 from envs.workflow import Task
 
 
@@ -80,30 +78,6 @@ class Factbook(tfds.core.GeneratorBasedBuilder):
             )
 
 
-class StoredQuestions(Sequence[Task]):
-    """Tasks read by index from ArrayRecord files."""
-
-    def __init__(self, source: Sequence[Mapping[str, bytes]]):
-        self._source = source
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"task {index} of {len(self)}")
-        row = {name: text.decode() for name, text in self._source[int(index) % len(self)].items()}
-        return Task(
-            id=row["id"],
-            prompt=row["prompt"],
-            answer=tuple(json.loads(row["answers"])),
-            source="factbook",
-            extra=json.loads(row["extra"]),
-        )
-
-
 def stored_tasks(
     data_dir: str | os.PathLike,
     *,
@@ -112,25 +86,18 @@ def stored_tasks(
     fields: tuple[str, ...] | None,
     seed: int,
     size: int | None,
-) -> StoredQuestions:
+) -> StoredTasks:
     """The questions that ``select`` gives, written under ``data_dir`` unless they are there."""
     select(split, hops=hops, fields=fields, seed=seed, size=size)  # refuses bad arguments first
     config = FactbookConfig(split=split, hops=hops, fields=fields, seed=seed, size=size)
-    tfds.disable_progress_bar()
-    with _quiet():
-        builder = Factbook(config=config, data_dir=os.fspath(data_dir), file_format="array_record")
-        builder.download_and_prepare()
-    return StoredQuestions(builder.as_data_source(split=split))
+    return store(Factbook, config, data_dir, split, _stored_task)
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Holds back the builder's messages about custom configurations and downloads."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        logger.setLevel(level)
+def _stored_task(row: Mapping[str, str]) -> Task:
+    return Task(
+        id=row["id"],
+        prompt=row["prompt"],
+        answer=tuple(json.loads(row["answers"])),
+        source="factbook",
+        extra=json.loads(row["extra"]),
+    )

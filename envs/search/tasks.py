@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from envs.task_rows import TaskError, first, read_rows
 from envs.workflow import Task
-
-
-class TaskError(ValueError):
-    """A task file that cannot be read; one line that names the file and the line."""
-
-    exit_code = 2
 
 
 def read_tasks(path: str | os.PathLike) -> list[Task]:
@@ -27,13 +21,8 @@ def read_tasks(path: str | os.PathLike) -> list[Task]:
     file and the line (Parquet: row, from 1).
     """
     path = Path(path)
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise TaskError(f"{path}: need a .jsonl or .parquet file")
-    if not path.is_file():
-        raise TaskError(f"{path}: no such file")
-    rows = _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
     tasks = []
-    for number, (where, row) in enumerate(rows, 1):
+    for where, number, row in read_rows(path):
         try:
             tasks.append(_task(row, number, path.stem))
         except ValueError as error:
@@ -41,32 +30,6 @@ def read_tasks(path: str | os.PathLike) -> list[Task]:
     if not tasks:
         raise TaskError(f"{path}: no tasks")
     return tasks
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise TaskError(f"{path}:{number}: not JSON: {error}") from None
-            yield f"{path}:{number}", row
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 0
-    try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path}: row {number}", row
-    except pyarrow.ArrowInvalid as error:
-        raise TaskError(f"{path}: not Parquet: {str(error).splitlines()[0]}") from None
 
 
 def _task(row: Any, number: int, stem: str) -> Task:
@@ -77,7 +40,7 @@ def _task(row: Any, number: int, stem: str) -> Task:
         if not isinstance(value, Mapping):
             raise ValueError(f"{name}: need an object, got {type(value).__name__}")
     kwargs, reward, extra = sections.values()
-    question = _first(
+    question = first(
         kwargs.get("question"),
         extra.get("question"),
         row.get("question"),
@@ -89,25 +52,21 @@ def _task(row: Any, number: int, stem: str) -> Task:
         )
     question = question.strip()
     golds = _golds(
-        _first(
+        first(
             kwargs.get("ground_truth"),
             reward.get("ground_truth"),
             row.get("golden_answers"),
             row.get("answer"),
         )
     )
-    source = str(_first(row.get("data_source"), kwargs.get("data_source"), stem))
-    index = _first(row.get("id"), extra.get("index"), number)
+    source = str(first(row.get("data_source"), kwargs.get("data_source"), stem))
+    index = first(row.get("id"), extra.get("index"), number)
     return Task(
         id=f"{source}/{index}",
         prompt=question if question.endswith("?") else question + "?",
         answer=golds,
         source=source,
     )
-
-
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
 
 
 def _last_user_turn(prompt: Any) -> Any:
