@@ -108,6 +108,12 @@ def build_parts(
             f"{config.vocab_size}"
         )
     rollout = recipe.rollout
+    longest = rollout.prompt_tokens + rollout.response_tokens
+    if longest > config.max_position:
+        raise RecipeError(
+            f"rollout.prompt_tokens + rollout.response_tokens is {longest}, but "
+            f"{recipe.model.path} was made for {config.max_position} positions"
+        )
     check_prompts(sets, tokenizer.count_text, rollout.prompt_tokens)
     dtype = jnp.dtype(recipe.model.dtype)
     graphdef, params = split_params(model)

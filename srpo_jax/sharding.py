@@ -28,8 +28,8 @@ def make_mesh(
     sizes = [len(devices) // known if s == -1 else s for s in sizes]
     if int(np.prod(sizes)) != len(devices):
         raise RecipeError(
-            f"learner.mesh: {' x '.join(map(str, sizes))} does not make {len(devices)} devices; "
-            f"use -1 for one of {list(AXES)} to take the rest"
+            f"learner.mesh: data {data} x fsdp {fsdp} x tensor {tensor} does not make "
+            f"{len(devices)} devices; -1 for one of them takes the rest"
         )
     grid = np.asarray(devices).reshape(sizes)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)

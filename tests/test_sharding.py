@@ -31,9 +31,9 @@ def test_a_rest_axis_takes_the_remaining_devices():
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
-        ((1, 1, 1), "learner.mesh: 1 x 1 x 1 does not make 4 devices"),
-        ((3, -1, 1), "learner.mesh: 3 x 1 x 1 does not make 4 devices"),
-        ((8, -1, 1), "learner.mesh: 8 x 0 x 1 does not make 4 devices"),
+        ((1, 1, 1), "learner.mesh: data 1 x fsdp 1 x tensor 1 does not make 4 devices"),
+        ((3, -1, 1), "learner.mesh: data 3 x fsdp -1 x tensor 1 does not make 4 devices"),
+        ((8, -1, 1), "learner.mesh: data 8 x fsdp -1 x tensor 1 does not make 4 devices"),
         ((-1, -1, 1), "learner.mesh: one axis at most may be -1"),
     ],
 )

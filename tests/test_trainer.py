@@ -320,6 +320,12 @@ def test_a_failed_episode_is_dropped_and_counted(tmp_path):
     assert sorted(filter(None, failures)) == ["KeyError"]
 
 
+def test_a_call_longer_than_the_model_was_made_for_is_refused(tmp_path):
+    recipe = tiny_recipe(tmp_path, "rollout.prompt_tokens=100000")
+    with pytest.raises(RecipeError, match=r"response_tokens is 1000\d\d, but"):
+        run(recipe)
+
+
 def test_non_finite_gradients_end_the_run_past_their_limit(tmp_path):
     recipe = tiny_recipe(tmp_path, "learner.max_nonfinite=1")
     parts = SimpleNamespace(recipe=recipe, nonfinite=0)
