@@ -22,17 +22,17 @@ def main() -> int:
     parser = Parser(
         "launch.warm_start",
         __doc__,
-        "python -m launch.warm_start assets/tiny_team --tokens 20000000",
+        "python -m launch.warm_start assets/tiny_team --tokens 7.5e6",
     )
     parser.add_argument("target", type=Path, help="Hugging Face folder to write")
     parser.add_argument("--init", type=Path, help="go on from this folder, with its tokenizer")
     parser.add_argument("--recipes", nargs="+", default=RECIPES, help="whose roles are taught")
     parser.add_argument(
-        "--poor", nargs="+", type=float, default=[0.5, 0.15],
+        "--poor", nargs="+", type=float, default=[0.55, 0.15],
         help="share of poor outputs, one for each recipe",
     )  # fmt: skip
-    parser.add_argument("--episodes", nargs="+", type=int, default=[12000, 8000])
-    parser.add_argument("--tokens", type=float, default=20e6, help="tokens to train on")
+    parser.add_argument("--episodes", nargs="+", type=int, default=[7000, 9000])
+    parser.add_argument("--tokens", type=float, default=7.5e6, help="tokens to train on")
     parser.add_argument("--vocab", type=int, default=1024)
     parser.add_argument("--batch-rows", type=int, default=32, help=f"sequences of {LENGTH} tokens")
     parser.add_argument("--lr", type=float, default=3e-3)
