@@ -57,9 +57,9 @@ class RunProgress:
         figures = "  ".join(
             f"{label} {metrics[name]:.3f}" for label, name in _SHOWN.items() if name in metrics
         )
-        self._console.print(f"step {done}/{self._steps}  {figures}")
+        self._console.print(f"step {done}/{self._steps}  {figures}", soft_wrap=True)
         if self._task is not None:
             self._progress.update(self._task, completed=done)
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(text, markup=False, soft_wrap=True)
