@@ -22,7 +22,7 @@ def main() -> int:
     parser = Parser(
         "launch.warm_start",
         __doc__,
-        "python -m launch.warm_start assets/tiny_team --tokens 7.5e6",
+        "python -m launch.warm_start my_tiny_team --tokens 7.5e6",
     )
     parser.add_argument("target", type=Path, help="Hugging Face folder to write")
     parser.add_argument("--init", type=Path, help="go on from this folder, with its tokenizer")
@@ -42,8 +42,33 @@ def main() -> int:
     for name in ("poor", "episodes"):
         if len(getattr(args, name)) != len(recipes):
             raise RecipeError(f"--{name}: {len(recipes)} values are due, one for each recipe")
+    _check(args, recipes)
     warm_start(recipes, args)
     return 0
+
+
+def _check(args: Any, recipes: list[Recipe]) -> None:
+    """Refuses what would only fail after the training. Raises RecipeError."""
+    if args.target.exists() and (not args.target.is_dir() or any(args.target.iterdir())):
+        raise RecipeError(f"{args.target}: exists and is not an empty folder")
+    for poor in args.poor:
+        if not 0 <= poor <= 1:
+            raise RecipeError(f"--poor: a share lies in 0 .. 1, got {poor:g}")
+    for name in ("episodes", "batch_rows", "lr"):
+        values = getattr(args, name)
+        for value in values if isinstance(values, list) else [values]:
+            if not value > 0:
+                raise RecipeError(f"--{name.replace('_', '-')}: must be positive, got {value:g}")
+    least = 40 * args.batch_rows * LENGTH
+    if not args.tokens >= least:
+        raise RecipeError(
+            f"--tokens: at least 40 steps, {least} tokens, are due, got {args.tokens:g}"
+        )
+    if args.vocab < 300:
+        raise RecipeError(f"--vocab: 256 bytes and the control tokens need 300, got {args.vocab}")
+    for recipe in recipes:
+        if recipe.workflow.name is None:
+            raise RecipeError(f"{recipe.name}: there are teachers for math and search only")
 
 
 def warm_start(recipes: list[Recipe], args: Any) -> None:

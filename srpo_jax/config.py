@@ -279,7 +279,6 @@ class TrainerConfig(Section):
     checkpoint_every: NonNegativeInt = 50
     keep: Count = 2
     out: str | None = None
-    log_every: Count = 1
     dump_episodes: bool = True
     resume: bool = True
 

@@ -69,7 +69,6 @@ class Learner:
     ):
         self.mesh = mesh
         self.objective = objective
-        self._optimizer = optimizer
         self._graphdef, params = split_params(model)
         shardings = tree_shardings(mesh, params)
         params = jax.jit(lambda p: jax.tree.map(jnp.copy, p), out_shardings=shardings)(params)

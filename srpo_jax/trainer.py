@@ -75,7 +75,7 @@ def run(
         if start == 0 and every:
             logger.log(0, _evaluate_and_keep(parts, 0, progress))
         for step in range(start, recipe.trainer.steps):
-            metrics = train_step(parts, step, logger, writer, progress)
+            metrics = train_step(parts, step, writer, progress)
             done = step + 1
             if every and (done % every == 0 or done == recipe.trainer.steps):
                 metrics |= _evaluate_and_keep(parts, done, progress)
@@ -104,7 +104,7 @@ def run(
 
 
 def train_step(
-    parts: Parts, step: int, logger: MetricLogger, writer: EpisodeWriter, progress: RunProgress
+    parts: Parts, step: int, writer: EpisodeWriter, progress: RunProgress
 ) -> dict[str, float]:
     """One rollout batch and its updates; leaves the engine with the new weights."""
     recipe = parts.recipe

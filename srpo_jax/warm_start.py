@@ -23,6 +23,7 @@ from envs.workflow import Prompt, ScriptedTeam, Task, Workflow
 from models.qwen import Qwen, split_params
 from srpo_jax.logprob import token_logps
 from srpo_jax.prompting import Tokenizer, fit_prompt
+from srpo_jax.yaml_reading import RecipeError
 
 Rewrite = Callable[[list[str], random.Random], list[str]]
 Teacher = Callable[[str, Any, Task, random.Random, float], str]
@@ -115,7 +116,7 @@ def pack_examples(
 ) -> Packed:
     """Fills sequences of ``length`` with whole (prompt ids, response ids) pairs, in random order.
 
-    Response tokens weigh 1, prompt tokens ``prompt_weight``. Raises ValueError for a pair that is
+    Response tokens weigh 1, prompt tokens ``prompt_weight``. Raises RecipeError for a pair that is
     longer than ``length``.
     """
     rows: list[list[tuple[Sequence[int], Sequence[int]]]] = []
@@ -124,7 +125,7 @@ def pack_examples(
         prompt, response = examples[i]
         size = len(prompt) + len(response)
         if size > length:
-            raise ValueError(f"an example has {size} tokens, a sequence {length}")
+            raise RecipeError(f"an example has {size} tokens, a sequence {length}")
         if size > room:
             rows.append([])
             room = length
@@ -156,14 +157,14 @@ def encode_examples(
 ) -> list[tuple[tuple[int, ...], list[int]]]:
     """(prompt ids, response ids with the stop id) of every example.
 
-    Raises ValueError for a response that is longer than a call allows.
+    Raises RecipeError for a response that is longer than a call allows.
     """  # fmt: skip
     encoded = []
     for example in examples:
         prompt = fit_prompt(tokenizer, example.prompt, prompt_tokens).ids
         response = [*tokenizer.encode_text(example.response), stop_id]
         if len(response) > response_tokens:
-            raise ValueError(
+            raise RecipeError(
                 f"a response has {len(response)} tokens, the limit is {response_tokens}: "
                 f"{example.response!r}"
             )

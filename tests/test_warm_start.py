@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from envs.math.teacher import reply as math_teacher
 from envs.math.workflow import MathWorkflow
 from envs.search.teacher import invent_names
 from envs.workflow import Task
+from launch.warm_start import main
 from models.qwen import Qwen
 from models.tiny import tiny_config, train_tokenizer
 from models.tokenizer import ChatTokenizer
@@ -22,6 +25,7 @@ from srpo_jax.warm_start import (
     train_supervised,
     transcripts,
 )
+from srpo_jax.yaml_reading import RecipeError
 
 TASKS = [
     Task(f"t{i}", f"{a} + {b}", str(a + b), extra={"expression": f"{a}+{b}"})
@@ -102,3 +106,28 @@ def test_a_tiny_model_learns_its_transcripts(tmp_path):
         seed=0, vocab_size=tokenizer.vocab_size, on_step=lambda _, loss: losses.append(loss),
     )  # fmt: skip
     assert losses[-1] < 0.3 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--poor", "0.5"], "--poor: 2 values are due"),
+        (["--poor", "0.5", "1.5"], "--poor: a share lies in 0 .. 1, got 1.5"),
+        (["--tokens", "1000"], "--tokens: at least 40 steps"),
+        (["--episodes", "0", "5"], "--episodes: must be positive, got 0"),
+        (["--vocab", "100"], "--vocab: 256 bytes"),
+    ],
+)
+def test_bad_arguments_are_refused_before_any_work(tmp_path, monkeypatch, arguments, says):
+    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.setattr("sys.argv", ["warm_start", str(tmp_path / "new"), *arguments])
+    with pytest.raises(RecipeError, match=re.escape(says)):
+        main()
+
+
+def test_a_folder_that_holds_something_is_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[1])
+    (tmp_path / "note").write_text("mine")
+    monkeypatch.setattr("sys.argv", ["warm_start", str(tmp_path)])
+    with pytest.raises(RecipeError, match="exists and is not an empty folder"):
+        main()

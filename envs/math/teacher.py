@@ -13,6 +13,7 @@ from collections import Counter
 
 from envs.math.parsing import last_boxed
 from envs.math.prompts import MathState
+from envs.task_rows import TaskError
 from envs.workflow import Task
 
 _SUM = re.compile(r"[0-9]+(?:[+-][0-9]+)*")
@@ -27,13 +28,11 @@ def reply(role: str, state: MathState, task: Task, rng: random.Random, poor: flo
     subset, STOP once the drafts' plurality is right. With probability ``poor`` the sum has one
     wrong step that is carried on, and what follows from it is wrong with it.
 
-    Raises ValueError if ``task.extra["expression"]`` is not a sum of integers.
+    Raises TaskError if ``task.extra["expression"]`` is not a sum of integers.
     """
     expression = task.extra.get("expression", "")
     if not _SUM.fullmatch(expression):
-        raise ValueError(
-            f"task {task.id}: the teacher needs a sum like 12+7+30, got {expression!r}"
-        )
+        raise TaskError(f"task {task.id}: the teacher needs a sum like 12+7+30, got {expression!r}")
     errs = rng.random() < poor
     if state.next == "route":
         return _route(state, expression, rng, errs)

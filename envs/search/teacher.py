@@ -17,6 +17,7 @@ from typing import Any
 
 from envs.search.factbook import ASKED, KEYS, countries
 from envs.search.prompts import Searching, role_number
+from envs.task_rows import TaskError
 from envs.workflow import Task
 
 
@@ -37,11 +38,11 @@ def reply(
     once the passage that holds the answer is found (poor: yes too early). Answer agent: the fact of
     that passage (poor, or not found: of another one).
 
-    Raises ValueError for a task without hops.
+    Raises TaskError for a task without hops.
     """
     hops = task.extra.get("hops")
     if not hops:
-        raise ValueError(f"task {task.id}: the teacher needs a factbook question with its hops")
+        raise TaskError(f"task {task.id}: the teacher needs a factbook question with its hops")
     found = {passage.id for passage in state.passages}
     errs = rng.random() < poor
     if role == "router":
