@@ -183,6 +183,7 @@ class ObjectiveSection(Section):
     kl_coef: NonNegative | None = None
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     entropy_coef: NonNegative | None = None
+    sampler_cap: Positive | None = None
 
     @model_validator(mode="after")
     def _one_clip(self) -> ObjectiveSection:
@@ -216,18 +217,31 @@ class AdvantageSection(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW; ``lr`` is the peak rate, ``warmup_steps`` optimiser steps of linear warm-up."""
+    """``lr`` is the peak rate, ``warmup_steps`` optimiser steps of linear warm-up from 0.
 
-    name: Literal["adamw"] = "adamw"
+    A schedule ends at ``min_lr_ratio * lr``. ``muon``: the layers' matrices by Muon, all else by
+    AdamW, at the same ``lr``. ``moment_dtype`` holds for every moment.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
     lr: Positive
     weight_decay: NonNegative = 0.01
+    decay_embedding: bool = True
     b1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     b2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     eps: Positive = 1e-8
+    muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     grad_clip: Positive | None = 1.0
     warmup_steps: NonNegativeInt = 0
     schedule: Literal["constant", "cosine", "linear"] = "constant"
+    min_lr_ratio: Fraction = 0.0
     moment_dtype: Dtype = "float32"
+
+    @model_validator(mode="after")
+    def _min_lr(self) -> OptimizerConfig:
+        if self.min_lr_ratio and self.schedule == "constant":
+            raise ValueError("min_lr_ratio needs `schedule: cosine` or `linear`")
+        return self
 
 
 class MeshConfig(Section):
@@ -246,17 +260,25 @@ class MeshConfig(Section):
 
 
 class LearnerConfig(Section):
-    """How an update runs. ``updates_per_batch``: optimiser steps per rollout batch.
+    """How an update runs. A rollout batch is split into ``updates_per_batch`` event-atomic
+    mini-batches, one optimiser step each, gone through ``epochs`` times.
 
     ``micro_batch_rows`` sequences are computed at a time. Rows are packed into sequences of
-    ``sequence_tokens``; None: every row is a sequence of its own.
+    ``sequence_tokens``; None: every row is a sequence of its own. ``remat``: what of a layer is
+    stored for its backward pass. ``logprob_chunk``: tokens at a time in the vocabulary projection,
+    on each device (None: by the platform). ``role_norms_every``: steps between measurements of the
+    gradient norm of each role, a backward pass more for each (0: never).
     """
 
     micro_batch_rows: Count
     sequence_tokens: Count | None = None
     updates_per_batch: Count = 1
+    epochs: Count = 1
     mesh: MeshConfig = MeshConfig()
-    remat: Literal["none", "full"] = "full"
+    remat: Literal["none", "dots", "attention", "full"] = "full"
+    attention: Literal["auto", "plain", "blocked", "splash", "triton"] = "auto"
+    logprob_chunk: Count | None = None
+    role_norms_every: NonNegativeInt = 0
     max_nonfinite: NonNegativeInt = 3
 
 
