@@ -8,20 +8,77 @@ same code.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
-from models.attention import causal_attention
+from models.attention import Attention, causal_attention
 from models.config import ModelConfig
+from models.partition import Placement
 
 Rope = tuple[jax.Array, jax.Array]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
+# What the backward pass finds stored, by name; everything else of a layer is computed again.
+REMAT_POLICIES = {
+    "none": None,  # everything is stored
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # matrix products
+    "attention": jax.checkpoint_policies.save_only_these_names("attention"),
+    "full": jax.checkpoint_policies.nothing_saveable,  # the layer's input alone
+}
+
 INIT_STD = 0.02  # initializer_range of the family
+
+
+class Forward(NamedTuple):
+    """How a forward pass over whole sequences is computed.
+
+    dtype      of the computation; None: the parameters' own
+    remat      a name of REMAT_POLICIES
+    attention  takes (q, k, v, segment_ids) as ``causal_attention`` does
+    placement  the sharding constraints on a mesh; None on one device
+    """
+
+    dtype: Any = None
+    remat: str = "none"
+    attention: Attention = causal_attention
+    placement: Placement | None = None
+
+
+PLAIN = Forward()
+
+
+@jax.custom_vjp
+def project(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x [..., din] @ kernel [din, dout] in the dtype of x.
+
+    The kernel's gradient is one product over the flattened leading axes, accumulated in at least
+    float32 and in the kernel's dtype. Autodiff's own transposes the cotangent first, which costs
+    XLA's CPU backend a third of a layer's backward pass.
+    """
+    return x @ kernel.astype(x.dtype)
+
+
+def _project_fwd(x, kernel):
+    return project(x, kernel), (x, kernel)
+
+
+def _project_bwd(saved, dy):
+    x, kernel = saved
+    x_rows, dy_rows = (a.reshape(-1, a.shape[-1]) for a in (x, dy))
+    dx = (dy_rows @ kernel.astype(dy.dtype).T).reshape(x.shape)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    d_kernel = jax.lax.dot_general(
+        x_rows, dy_rows, (((0,), (0,)), ((), ())), preferred_element_type=wide
+    )
+    return dx, d_kernel.astype(kernel.dtype)
+
+
+project.defvjp(_project_fwd, _project_bwd)
 
 
 class Linear(nnx.Module):
@@ -43,7 +100,7 @@ class Linear(nnx.Module):
             self.bias = nnx.Param(jnp.zeros((*stack, dout), dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x @ self.kernel[...].astype(x.dtype)
+        y = project(x, self.kernel[...])
         return y + self.bias[...].astype(x.dtype) if hasattr(self, "bias") else y
 
 
@@ -68,8 +125,13 @@ class Embedding(nnx.Module):
             jax.random.normal(rngs.params(), (vocab, width), dtype) * INIT_STD
         )
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self.embedding[...][tokens]
+    def __call__(self, tokens_BT: jax.Array, forward: Forward = PLAIN) -> jax.Array:
+        """[B, T] -> [B, T, D] in ``forward.dtype``."""
+        table = self.embedding[...]
+        dtype = forward.dtype or table.dtype
+        if forward.placement is not None:
+            return forward.placement.embed(table, tokens_BT, dtype)
+        return table[tokens_BT].astype(dtype)
 
 
 def rope_tables(config: ModelConfig, positions: jax.Array, dtype: Any) -> Rope:
@@ -145,31 +207,52 @@ class Qwen(nnx.Module):
         positions_BT: jax.Array,
         segment_ids_BT: jax.Array,
         *,
-        dtype: Any = None,
-        remat: bool = False,
+        forward: Forward = PLAIN,
     ) -> jax.Array:
-        """Hidden states [B, T, D] after the last norm, computed in ``dtype`` (the parameters' own
-        by default). With ``remat`` the backward pass recomputes each layer."""
+        """Hidden states [B, T, D] after the last norm."""
         chex.assert_rank([tokens_BT, positions_BT, segment_ids_BT], 2)
         chex.assert_equal_shape([tokens_BT, positions_BT, segment_ids_BT])
-        x = self.embed(tokens_BT)
-        x = x.astype(dtype or x.dtype)
-        rope = rope_tables(self.config, positions_BT, x.dtype)
-
-        def attend(q, k, v):
-            return causal_attention(q, k, v, segment_ids_BT), None
+        step = self.layer_step(positions_BT, segment_ids_BT, forward)
 
         def body(x, layer):
-            return layer(x, rope, attend)
+            return step(x, layer), None
 
-        x, _ = jax.lax.scan(jax.checkpoint(body) if remat else body, x, self.layers)
+        policy = REMAT_POLICIES[forward.remat]
+        if policy is not None:
+            body = jax.checkpoint(body, policy=policy)
+        x, _ = jax.lax.scan(body, self.embed(tokens_BT, forward), self.layers)
         return self.norm(x)
+
+    def layer_step(
+        self, positions_BT: jax.Array, segment_ids_BT: jax.Array, forward: Forward
+    ) -> Callable[[jax.Array, DecoderLayer], jax.Array]:
+        """(x [B, T, D], one layer of the stack) -> [B, T, D]."""
+        dtype = forward.dtype or self.embed.embedding[...].dtype
+        rope = rope_tables(self.config, positions_BT, dtype)
+
+        def attend(q, k, v):
+            out = forward.attention(q, k, v, segment_ids_BT)
+            return checkpoint_name(out, "attention"), None
+
+        def step(x, layer):
+            if forward.placement is not None:
+                layer = forward.placement.gather(layer, dtype)
+            x, _ = layer(x, rope, attend)
+            return x if forward.placement is None else forward.placement.rows(x)
+
+        return step
+
+    def head(self) -> tuple[jax.Array, int]:
+        """The vocabulary projection as it is stored, and its vocabulary axis: the embedding [V, D]
+        and 0 where the head is tied, else the kernel [D, V] and 1."""
+        if self.config.tie_embeddings:
+            return self.embed.embedding[...], 0
+        return self.lm_head.kernel[...], 1
 
     def head_kernel(self) -> jax.Array:
         """The vocabulary projection [D, V]: the transposed embedding where the head is tied."""
-        if self.config.tie_embeddings:
-            return self.embed.embedding[...].T
-        return self.lm_head.kernel[...]
+        head, vocab_axis = self.head()
+        return head if vocab_axis == 1 else head.T
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., V], at least float32, of hidden states [..., D]."""

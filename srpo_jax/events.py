@@ -15,6 +15,12 @@ import numpy as np
 from envs.workflow import Call, Score, state_digest
 
 
+def role_kind(role: str) -> str:
+    """solver_2 -> solver: figures are by kind of role."""
+    head, _, tail = role.rpartition("_")
+    return head if head and tail.isdigit() else role
+
+
 @dataclass(frozen=True, eq=False)
 class Member:
     """One sampled output of an event.

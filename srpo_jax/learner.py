@@ -11,7 +11,7 @@ parameters only through the log-probs (and, for an entropy bonus, the entropies)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,27 +20,19 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from models.partition import tree_shardings
 from models.qwen import Qwen, split_params
 from srpo_jax.batch import EventBatch
-from srpo_jax.logprob import token_logps
-from srpo_jax.objective import ObjectiveConfig, ObjectiveMetrics, setwise_objective
-from srpo_jax.sharding import batch_sharding, replicated
-
-
-class TrainState(NamedTuple):
-    """What an update changes: parameters, optimiser state, and the count of applied updates."""
-
-    params: dict
-    opt_state: Any
-    updates: jax.Array
-
-
-class Accumulated(NamedTuple):
-    """Sums over the micro-batches of one update."""
-
-    grads: dict
-    gap_sum: jax.Array  # sum of |learner - sampler| log-prob over generated tokens
+from srpo_jax.learner_programs import (
+    Accumulated,
+    EventArrays,
+    LearnerSettings,
+    TokenArrays,
+    TrainState,
+    build_programs,
+    state_shardings,
+)
+from srpo_jax.logprob import TokenScores
+from srpo_jax.objective import ObjectiveMetrics
 
 
 class GateError(RuntimeError):
@@ -50,8 +42,8 @@ class GateError(RuntimeError):
 class Learner:
     """Holds the train state on a mesh and updates it from event batches.
 
-    ``vocab_size`` is the tokenizer's length: ids past it are masked. ``dtype`` is that of the
-    computation; parameters and moments keep their own. The model's arrays are copied to the mesh.
+    The model's arrays are copied to the mesh; where the KL term needs a frozen reference, they are
+    that reference, without a copy if they lie on the mesh already.
     """
 
     def __init__(
@@ -60,108 +52,30 @@ class Learner:
         optimizer: optax.GradientTransformation,
         *,
         mesh: Mesh,
-        objective: ObjectiveConfig,
-        vocab_size: int,
-        temperature: float = 1.0,
-        dtype: Any = jnp.float32,
-        remat: bool = False,
-        logprob_chunk: int = 1024,
+        settings: LearnerSettings,
     ):
         self.mesh = mesh
-        self.objective = objective
+        self.objective = settings.objective
         self._graphdef, params = split_params(model)
-        shardings = tree_shardings(mesh, params)
-        params = jax.jit(lambda p: jax.tree.map(jnp.copy, p), out_shardings=shardings)(params)
-        # Moments take the sharding of their parameter; counters are replicated.
-        opt_shardings = optax.tree_map_params(
-            optimizer,
-            lambda _, sharding: sharding,
-            jax.eval_shape(optimizer.init, params),
-            shardings,
-            transform_non_params=lambda _: replicated(mesh),
+        shardings = state_shardings(mesh, params, optimizer)
+        self._shardings = shardings
+        self._programs = build_programs(self._graphdef, optimizer, mesh, settings, shardings)
+        self.reference = None
+        if self.objective.kl_coef:
+            self.reference = jax.device_put(params, shardings.state.params)
+        params = jax.jit(lambda p: jax.tree.map(jnp.copy, p), out_shardings=shardings.state.params)(
+            params
         )
-        opt_state = jax.jit(optimizer.init, out_shardings=opt_shardings)(params)
-        updates = jax.device_put(jnp.zeros((), jnp.int32), replicated(mesh))
+        opt_state = jax.jit(optimizer.init, out_shardings=shardings.state.opt_state)(params)
+        updates = jax.device_put(jnp.zeros((), jnp.int32), shardings.whole)
         self.state = TrainState(params, opt_state, updates)
-        # A frozen reference is kept only where the KL term needs one.
-        self.reference = jax.tree.map(jnp.copy, params) if objective.kl_coef else None
+        self._dtype = jnp.promote_types(settings.dtype, jnp.float32)
+        # Virtual CPU devices deadlock when two programs with collectives run at once.
+        self._one_at_a_time = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
-        rows, whole = batch_sharding(mesh), replicated(mesh)
-        state_shardings = TrainState(shardings, opt_shardings, whole)
-        sums = Accumulated(shardings, whole)
-
-        def logps(params, micro):
-            model = nnx.merge(self._graphdef, params)
-            hidden = model(
-                micro["tokens"], micro["positions"], micro["segment_ids"], dtype=dtype, remat=remat
-            )
-            return token_logps(
-                hidden,
-                micro["tokens"],
-                model.head_kernel(),
-                temperature=temperature,
-                vocab_size=vocab_size,
-                chunk=logprob_chunk,
-                with_entropy=bool(objective.entropy_coef),
-            )
-
-        def accumulate(params, sums, micro, keep, w_logp, w_entropy):
-            # A dropped event's rows become padding: a weight of 0 alone would give 0 * NaN.
-            micro = {name: jnp.where(keep, x, 0) for name, x in micro.items()}
-
-            def weighted(params):
-                logp, entropy = logps(params, micro)
-                mask = micro["loss_mask"] != 0
-                gap = jnp.where(mask, jnp.abs(logp - micro["sampler_logp"]), 0.0).sum()
-                total = jnp.sum(jnp.where(mask, w_logp * logp + w_entropy * entropy, 0.0))
-                return total, jax.lax.stop_gradient(gap)
-
-            grads, gap = jax.grad(weighted, has_aux=True)(params)
-            return Accumulated(jax.tree.map(jnp.add, sums.grads, grads), sums.gap_sum + gap)
-
-        def weights(current, old, reference, entropy, events):
-            finite, keep = _finite_events(current, old, events)
-
-            def loss_of(logp, entropy):
-                return setwise_objective(
-                    _flat(logp), _flat(old), _flat(events["loss_mask"]), events["row_event"],
-                    events["event_size"], events["event_advantage"],
-                    event_valid=finite, token_row=_flat(events["token_row"]),
-                    reference_logp=None if reference is None else _flat(reference),
-                    entropy=_flat(entropy) if objective.entropy_coef else None,
-                    row_advantage=None if objective.level == "event" else events["row_advantage"],
-                    config=objective,
-                )  # fmt: skip
-
-            (w_logp, w_entropy), metrics = jax.grad(loss_of, argnums=(0, 1), has_aux=True)(
-                current, entropy
-            )
-            dropped = jnp.sum(~finite & (events["event_size"] > 0))
-            return keep, w_logp, w_entropy, metrics, dropped
-
-        def apply(state, sums, num_events):
-            norm = optax.tree.norm(sums.grads)
-            # A step without events must not move parameters through momentum or decay either.
-            good = jnp.isfinite(norm) & (num_events > 0)
-            moves, opt_state = optimizer.update(sums.grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, moves)
-            new = TrainState(params, opt_state, state.updates + 1)
-            return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, state), norm, good
-
-        def zeros(params):
-            return Accumulated(jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.float32))
-
-        self._score = jax.jit(logps, in_shardings=(shardings, rows), out_shardings=(rows, rows))
-        self._accumulate = jax.jit(
-            accumulate, in_shardings=(shardings, sums, rows, rows, rows, rows), out_shardings=sums,
-            donate_argnums=1,
-        )  # fmt: skip
-        self._weights = jax.jit(weights)
-        self._apply = jax.jit(
-            apply, in_shardings=(state_shardings, sums, whole),
-            out_shardings=(state_shardings, whole, whole), donate_argnums=0,
-        )  # fmt: skip
-        self._zeros = jax.jit(zeros, out_shardings=sums)
+    def _run(self, program: Any, *args: Any) -> Any:
+        out = program(*args)
+        return jax.block_until_ready(out) if self._one_at_a_time else out
 
     @property
     def params(self) -> dict:
@@ -173,18 +87,17 @@ class Learner:
 
     def compile_count(self) -> int:
         """Programs compiled so far: constant after warm-up."""
-        programs = (self._score, self._accumulate, self._weights, self._apply, self._zeros)
-        return sum(p._cache_size() for p in programs)
+        return sum(program._cache_size() for program in self._programs)
 
-    def score(self, batch: EventBatch, params: dict | None = None) -> tuple[jax.Array, jax.Array]:
+    def score(self, batch: EventBatch, params: dict | None = None) -> TokenScores:
         """Log-probs and entropies [M, S, T] float32; one program for old and current."""
         params = self.state.params if params is None else params
-        scored = [self._score(params, micro) for micro in self._micros(batch)]
-        return tuple(self._stack([pair[i] for pair in scored], batch) for i in (0, 1))
+        tokens, _ = self._place(batch)
+        return self._run(self._programs.score, params, tokens, np.int32(batch.used_micro_batches))
 
     def check_gate(self, batch: EventBatch) -> None:
         """Scores twice and raises GateError unless every log-prob is bit-equal: L_e = 0 exactly."""
-        first, second = (np.asarray(self.score(batch)[0]) for _ in range(2))
+        first, second = (np.asarray(self.score(batch).logp) for _ in range(2))
         seen = first[batch.loss_mask], second[batch.loss_mask]
         if not np.array_equal(*seen, equal_nan=True):
             worst = np.abs(first - second)[batch.loss_mask].max()
@@ -194,63 +107,104 @@ class Learner:
             )
 
     def update(
-        self, batches: Sequence[EventBatch], on_step: Callable[[], None] = lambda: None
+        self,
+        batches: Sequence[EventBatch],
+        *,
+        orders: Sequence[Sequence[int]] | None = None,
+        on_step: Callable[[], None] = lambda: None,
+        by_role: bool = False,
     ) -> list[dict[str, Any]]:
         """One optimiser step for each of ``batches``, which were all sampled by the current policy.
 
-        With a single batch the current log-probs are the old ones (ratio 1) and scoring is skipped.
-        Returns a dict of metrics for each step; the per-event arrays are host numpy.
+        ``orders`` has one order of the batches for each epoch (None: one epoch, as given). With a
+        single step the current log-probs are the old ones (ratio 1) and scoring is skipped.
+        Returns a dict of metrics for each step; the per-event arrays are host numpy. ``by_role``
+        adds the gradient norm of each role to the first step's, one backward pass for each.
         """
+        steps = [i for order in orders or [range(len(batches))] for i in order]
         config = self.objective
         # Where the log-probs' own values enter the loss they are needed even on policy.
-        own_values = config.kl_coef or config.entropy_coef or config.ratio_unit == "none"
-        needs_scores = len(batches) > 1 or bool(own_values)
-        old = [self.score(b) for b in batches] if needs_scores else [None] * len(batches)
+        own_values = (
+            config.kl_coef or config.entropy_coef or config.sampler_cap
+            or config.ratio_unit == "none"
+        )  # fmt: skip
+        old = [None] * len(batches)
+        if len(steps) > 1 or own_values:
+            old = [self.score(batch) for batch in batches]
         reports = []
-        for i, batch in enumerate(batches):
-            current = old[i] if i == 0 or old[i] is None else self.score(batch)
-            reports.append(self._step(batch, current, old[i]))
+        for n, i in enumerate(steps):
+            batch = batches[i]
+            current = old[i] if n == 0 or old[i] is None else self.score(batch)
+            reports.append(self._step(batch, current, old[i], by_role and n == 0))
             on_step()
         return [self._fetch(report) for report in reports]
 
     def gradient(
-        self, batch: EventBatch, current=None, old=None
+        self, batch: EventBatch, current: TokenScores | None = None, old: TokenScores | None = None
     ) -> tuple[Accumulated, ObjectiveMetrics, jax.Array]:
         """The gradient of the loss over a whole batch, the objective's metrics, and the number of
         events that were dropped because a log-prob of theirs is not finite.
 
-        ``current``, ``old``: pairs from ``score``; None means the policy that sampled the batch.
+        ``current``, ``old``: from ``score``; None means the policy that sampled the batch.
         """
-        micros = self._micros(batch)
-        zeros = jnp.zeros(batch.tokens.shape, jnp.float32)
-        current_logp, entropy = current if current is not None else (zeros, zeros)
-        old_logp = old[0] if old is not None else current_logp
-        reference = None
-        if self.reference is not None:
-            reference = self.score(batch, self.reference)[0]
-        names = (
-            "loss_mask", "token_row", "row_event", "row_advantage", "event_size", "event_advantage",
-        )  # fmt: skip
-        events = {name: getattr(batch, name) for name in names}
-        *by_token, metrics, dropped = self._weights(
-            current_logp, old_logp, reference, entropy, events
+        tokens, events = self._place(batch)
+        weights, metrics, dropped = self._weigh(batch, tokens, events, current, old)
+        sums = self._run(
+            self._programs.accumulate,
+            self.state.params,
+            tokens,
+            weights,
+            np.int32(batch.used_micro_batches),
         )
-        sums = self._zeros(self.state.params)
-        sharding = batch_sharding(self.mesh)
-        for m, micro in enumerate(micros):
-            placed = jax.device_put([x[m] for x in by_token], sharding)
-            sums = self._accumulate(self.state.params, sums, micro, *placed)
         return sums, metrics, dropped
 
-    def _step(self, batch, current, old):
+    def role_norms(
+        self, batch: EventBatch, current: TokenScores | None = None, old: TokenScores | None = None
+    ) -> dict[str, jax.Array]:
+        """The norm of each role's own part of the gradient; the parts add up to the gradient."""
+        tokens, events = self._place(batch)
+        weights, _, _ = self._weigh(batch, tokens, events, current, old)
+        role_of_token = np.append(batch.row_role, len(batch.roles))[batch.token_row]
+        norms = {}
+        for index, role in enumerate(batch.roles):
+            own = jax.device_put(role_of_token == index, self._shardings.tokens)
+            masked = weights._replace(logp=weights.logp * own, entropy=weights.entropy * own)
+            sums = self._run(
+                self._programs.accumulate,
+                self.state.params,
+                tokens,
+                masked,
+                np.int32(batch.used_micro_batches),
+            )
+            norms[role] = optax.tree.norm(sums.grads)
+        return norms
+
+    def _weigh(self, batch, tokens, events, current, old):
+        if current is None:
+            zeros = jax.device_put(
+                np.zeros(batch.tokens.shape, self._dtype), self._shardings.tokens
+            )
+            current = TokenScores(zeros, zeros)
+        reference = None if self.reference is None else self.score(batch, self.reference).logp
+        old_logp = current.logp if old is None else old.logp
+        return self._run(self._programs.weigh, current, old_logp, reference, tokens, events)
+
+    def _step(self, batch, current, old, by_role):
+        norms = self.role_norms(batch, current, old) if by_role else {}
         sums, metrics, dropped = self.gradient(batch, current, old)
-        self.state, norm, good = self._apply(self.state, sums, metrics.num_events)
+        self.state, norm, good = self._run(
+            self._programs.apply, self.state, sums, metrics.num_events
+        )
         return {
             "objective": metrics,
             "grad_norm": norm,
+            "role_norms": norms,
             "applied": good,
             "sampler_gap": sums.gap_sum / max(batch.num_tokens, 1),
             "nonfinite_events": dropped,
+            "event_size": batch.event_size,
+            "event_tokens": batch.event_tokens,
+            "row_event": batch.row_event,
         }
 
     @staticmethod
@@ -259,35 +213,14 @@ class Learner:
         flat = {k: v for k, v in report.items() if k != "objective"}
         return flat | dict(report["objective"]._asdict())
 
-    def _micros(self, batch: EventBatch) -> list[dict[str, jax.Array]]:
-        """The micro-batches that hold rows, on the mesh; trailing empty ones are never computed."""
-        names = ("tokens", "positions", "segment_ids", "loss_mask", "sampler_logp")
-        sharding = batch_sharding(self.mesh)
-        return [
-            {name: jax.device_put(getattr(batch, name)[m], sharding) for name in names}
-            for m in range(batch.used_micro_batches)
-        ]
-
-    @staticmethod
-    def _stack(scored: list[jax.Array], batch: EventBatch) -> jax.Array:
-        empty = batch.tokens.shape[0] - len(scored)
-        return jnp.stack(scored + [jnp.zeros_like(scored[0])] * empty)
-
-
-def _finite_events(current, old, events) -> tuple[jax.Array, jax.Array]:
-    """[E] bool, events all of whose log-probs are finite, and [M, S, T] bool, the tokens of these
-    (and padding)."""
-    R, E = events["row_event"].shape[0], events["event_size"].shape[0]
-    bad = events["loss_mask"] & ~(jnp.isfinite(current) & jnp.isfinite(old))
-    by_row = jax.ops.segment_sum(
-        bad.reshape(-1).astype(jnp.int32), events["token_row"].reshape(-1), R + 1
-    )[:R]
-    by_event = jax.ops.segment_sum(by_row, events["row_event"], E + 1)[:E]
-    keep_event = jnp.append(by_event == 0, True)
-    keep_row = jnp.append(keep_event[events["row_event"]], True)
-    return keep_event[:E], keep_row[events["token_row"]]
-
-
-def _flat(x: jax.Array) -> jax.Array:
-    """[M, S, T] -> [M * S, T]."""
-    return x.reshape(-1, x.shape[-1])
+    def _place(self, batch: EventBatch) -> tuple[TokenArrays, EventArrays]:
+        """The batch's arrays on the mesh."""
+        tokens = TokenArrays(*(getattr(batch, name) for name in TokenArrays._fields))
+        events = EventArrays(
+            *(getattr(batch, name) for name in EventArrays._fields[:-1]),
+            skipped=np.asarray(batch.skipped, np.int32),
+        )
+        return (
+            jax.device_put(tokens, self._shardings.tokens),
+            jax.device_put(events, self._shardings.whole),
+        )

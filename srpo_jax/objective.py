@@ -43,6 +43,10 @@ class ObjectiveMetrics(NamedTuple):
     log_ratio: jax.Array  # [E] event log-ratio L_e; 0 where the event is not complete
     ratio: jax.Array  # [E] exp(L_e)
     clipped: jax.Array  # [E] bool, some unit of the event is on its clipped branch
+    event_valid: jax.Array  # [E] bool, complete events of this call
+    member_log_ratio: jax.Array  # [R] l_j; 0 for rows of other events
+    sampler_weight_mean: jax.Array  # truncated sampler weight, over units; 1 where it is off
+    sampler_truncated: jax.Array  # share of units whose sampler weight was cut
 
 
 def setwise_objective(
@@ -57,6 +61,7 @@ def setwise_objective(
     token_row: chex.Array | None = None,
     reference_logp: chex.Array | None = None,
     entropy: chex.Array | None = None,
+    sampler_logp: chex.Array | None = None,
     row_advantage: chex.Array | None = None,
     num_events: chex.Numeric | None = None,
     num_tokens: chex.Numeric | None = None,
@@ -78,7 +83,8 @@ def setwise_objective(
     event_valid             [E] bool, complete events; None: all. An event whose rows in this call
                             are not event_size many is left out in any case
     token_row               [S, T] integer, the row of each token, padding R; None: row = sequence
-    reference_logp, entropy [S, T] floating, needed where kl_coef, entropy_coef is not 0
+    reference_logp, entropy, sampler_logp   [S, T] floating, needed where kl_coef, entropy_coef,
+                            sampler_cap is set
     row_advantage           [R] floating, replaces event_advantage for member and token ratios
                             (estimators that tell the members of one event apart)
     num_events, num_tokens, num_members   divisors over the whole mini-batch of an optimiser step;
@@ -95,6 +101,7 @@ def setwise_objective(
     for coef, name, given in (
         (config.kl_coef, "reference_logp", reference_logp),
         (config.entropy_coef, "entropy", entropy),
+        (config.sampler_cap, "sampler_logp", sampler_logp),
     ):
         if given is not None:
             arrays[name] = jnp.asarray(given)
@@ -109,19 +116,26 @@ def setwise_objective(
 
     # Masked before anything else sees it: a product with a mask would keep NaN and inf.
     gap = jnp.where(batch.token_valid, arrays["current"] - arrays["old"], 0)
-    member_log_ratio = batch.over_rows(gap)
-    if config.member_score == "mean":
-        member_log_ratio /= jnp.maximum(batch.row_tokens, 1)
     set_scale = {"sqrt": batch.k**-0.5, "sum": jnp.ones_like(batch.k), "mean": 1 / batch.k}[
         config.set_reduction
     ]
-    event_log_ratio = jnp.where(batch.valid, set_scale * batch.over_events(member_log_ratio), 0)
 
+    def by_unit(gap):
+        """Log-ratios of tokens -> of members and of events."""
+        member = batch.over_rows(gap)
+        if config.member_score == "mean":
+            member /= jnp.maximum(batch.row_tokens, 1)
+        event = jnp.where(batch.valid, set_scale * batch.over_events(member), 0)
+        return {"event": event, "member": member, "token": gap}
+
+    units = by_unit(gap)
+    event_log_ratio, member_log_ratio = units["event"], units["member"]
     level = config.level
-    log_ratio, valid, advantage = {
-        "event": (event_log_ratio, batch.valid, event_adv),
-        "member": (member_log_ratio, batch.row_valid, row_adv),
-        "token": (gap, batch.token_valid, batch.to_tokens(row_adv)),
+    log_ratio = units[level]
+    valid, advantage = {
+        "event": (batch.valid, event_adv),
+        "member": (batch.row_valid, row_adv),
+        "token": (batch.token_valid, batch.to_tokens(row_adv)),
     }[level]
     if config.ratio_unit == "none":
         score = jnp.where(batch.token_valid, arrays["current"], 0)
@@ -132,6 +146,14 @@ def setwise_objective(
         ratio, clipped = _bounded_exp(jax.lax.stop_gradient(log_ratio)), jnp.zeros_like(valid)
     else:
         surrogate, ratio, clipped = _clipped_surrogate(log_ratio, advantage, valid, config)
+
+    sampler_weight, truncated = jnp.ones_like(log_ratio), jnp.zeros_like(valid)
+    if config.sampler_cap is not None:
+        drift = jnp.where(batch.token_valid, arrays["old"] - arrays["sampler_logp"], 0)
+        sampler_weight = _bounded_exp(jax.lax.stop_gradient(by_unit(drift)[level]))
+        truncated = valid & (sampler_weight > config.sampler_cap)
+        sampler_weight = jnp.minimum(sampler_weight, config.sampler_cap)
+        surrogate *= sampler_weight
 
     divisors = _Counts(
         batch.count.events if num_events is None else num_events,
@@ -183,6 +205,12 @@ def setwise_objective(
         log_ratio=event_log_ratio,
         ratio=_bounded_exp(event_log_ratio),
         clipped=batch.any_of_event(clipped, level),
+        event_valid=batch.valid,
+        member_log_ratio=member_log_ratio,
+        sampler_weight_mean=jnp.where(
+            some, _ratio(jnp.sum(jnp.where(valid, sampler_weight, 0)), num_units, dtype), 1
+        ),
+        sampler_truncated=_ratio(jnp.sum(truncated), num_units, dtype),
     )
     return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
 

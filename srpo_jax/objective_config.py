@@ -87,6 +87,10 @@ class ObjectiveConfig:
                     with d = log q_cur - log q_ref, k1 = d (a value to watch: its gradient is
                     that of the log-prob), k2 = d^2 / 2, k3 = exp(-d) + d - 1
     entropy_coef    weight of the entropy bonus, averaged over the generated tokens
+    sampler_cap     None, or the cap of truncated importance sampling: every surrogate is weighted
+                    by min(q_old / q_sampler, cap), the ratio taken over the same unit (for SRPO the
+                    event, with the same set reduction). For samplers whose log-probs differ from
+                    the learner's: another engine, or lower precision
 
     A switch that cannot act beside the others must keep its default: ValueError otherwise.
     """
@@ -104,6 +108,7 @@ class ObjectiveConfig:
     kl_coef: float = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy_coef: float = 0.0
+    sampler_cap: float | None = None
 
     def __post_init__(self) -> None:
         choices = {
@@ -145,6 +150,8 @@ class ObjectiveConfig:
             raise ValueError("dual_clip bounds a ratio; ratio_unit 'none' has none: leave it off")
         if self.dual_clip is not None and not self.dual_clip > 1.0:
             raise ValueError(f"dual_clip must be more than 1, got {self.dual_clip}")
+        if self.sampler_cap is not None and not self.sampler_cap > 0.0:
+            raise ValueError(f"sampler_cap must be more than 0, got {self.sampler_cap}")
         for name in ("kl_coef", "entropy_coef"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0.0):

@@ -15,10 +15,12 @@ from models.config import CheckpointError
 from models.convert import load_hf, save_hf
 from models.qwen import Qwen, split_params
 from models.tokenizer import ChatTokenizer
+from srpo_jax.batch import ShapeMemory
 from srpo_jax.config import Recipe, RecipeError
 from srpo_jax.data import TaskStream, check_prompts, task_sets
 from srpo_jax.engine import Engine
 from srpo_jax.learner import Learner
+from srpo_jax.learner_programs import LearnerSettings
 from srpo_jax.optimizer import make_optimizer
 from srpo_jax.plugins import build_reward, build_workflow
 from srpo_jax.rollout import Rollout, SamplingConfig
@@ -48,6 +50,7 @@ class Parts:
     needs_gate: bool = True
     grad_norms: list[float] = field(default_factory=list)
     nonfinite: int = 0
+    shapes: ShapeMemory = field(default_factory=ShapeMemory)
 
     def sync(self) -> None:
         """Gives the learner's weights to the engine; the version counts applied updates."""
@@ -125,11 +128,10 @@ def build_parts(
     )  # fmt: skip
     learner = None
     if train:
-        updates = recipe.trainer.steps * recipe.learner.updates_per_batch
+        updates = recipe.trainer.steps * recipe.learner.updates_per_batch * recipe.learner.epochs
         learner = Learner(
             model, make_optimizer(recipe.optimizer, updates),
-            mesh=mesh, objective=recipe.objective_config(), vocab_size=tokenizer.vocab_size,
-            temperature=rollout.temperature, dtype=dtype, remat=recipe.learner.remat == "full",
+            mesh=mesh, settings=learner_settings(recipe, tokenizer.vocab_size),
         )  # fmt: skip
     common = {
         "prompt_tokens": rollout.prompt_tokens, "response_tokens": rollout.response_tokens,
@@ -148,6 +150,16 @@ def build_parts(
         ),
         learner=learner,
         stream=TaskStream(sets.train, rollout.tasks_per_step, recipe.seed) if train else None,
+    )  # fmt: skip
+
+
+def learner_settings(recipe: Recipe, vocab_size: int) -> LearnerSettings:
+    """What the recipe says about the computation of an update."""
+    return LearnerSettings(
+        objective=recipe.objective_config(), vocab_size=vocab_size,
+        temperature=recipe.rollout.temperature, dtype=jnp.dtype(recipe.model.dtype),
+        remat=recipe.learner.remat, attention=recipe.learner.attention,
+        logprob_chunk=recipe.learner.logprob_chunk,
     )  # fmt: skip
 
 

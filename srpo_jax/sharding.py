@@ -41,8 +41,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows of a micro-batch are split over data and fsdp together."""
-    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    """Of arrays [M, S, ...]: the sequences of each micro-batch are split over data and fsdp."""
+    return NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp")))
 
 
 def batch_shards(mesh: Mesh) -> int:

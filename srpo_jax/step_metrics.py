@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from srpo_jax.events import Event
+from srpo_jax.batch import EventBatch
+from srpo_jax.events import Event, role_kind
 from srpo_jax.rollout import EpisodeResult, count_failures
+from srpo_jax.update_diagnostics import update_diagnostics
 
 CV_WINDOW = 20  # steps over which the gradient norm's coefficient of variation is taken
 
@@ -45,20 +47,33 @@ def rollout_metrics(
         metrics["policy/entropy"] = float(-np.concatenate(logps).mean(dtype=np.float64))
     by_role: dict[str, list[Any]] = collections.defaultdict(list)
     for member in members:
-        by_role[_kind(member.role)].append(member)
+        by_role[role_kind(member.role)].append(member)
     for role, group in sorted(by_role.items()):
         metrics[f"invalid/{role}"] = _mean([not m.well_formed for m in group])
         metrics[f"truncated/{role}"] = _mean([m.stop_reason == "length" for m in group])
     cuts: dict[str, list[bool]] = collections.defaultdict(list)
     for result in results:
         for uid, fitted in result.team.fitted.items():
-            cuts[_kind(result.team.members[uid].role)].append(fitted.cuts > 0)
+            cuts[role_kind(result.team.members[uid].role)].append(fitted.cuts > 0)
     for role, flags in sorted(cuts.items()):
         metrics[f"prompt_cut/{role}"] = _mean(flags)
     for name in sorted({name for e in episodes for name in e.cost}):
         metrics[f"cost/{name}"] = _mean([e.cost.get(name, 0.0) for e in episodes])
     for name in sorted({name for e in episodes for name in e.info}):
         metrics[f"info/{name}"] = _mean([e.info[name] for e in episodes if name in e.info])
+    return metrics
+
+
+def row_metrics(batches: Sequence[EventBatch], dropped: Sequence[Event]) -> dict[str, float]:
+    """What became of every sampled output of an episode that ended well: in the arrays, left out
+    for its event's zero advantage, or dropped with its incomplete event."""
+    metrics = {
+        "rows/trained": float(sum(batch.event_size.sum() for batch in batches)),
+        "rows/zero_advantage": float(sum(batch.skipped[1] for batch in batches)),
+        "rows/incomplete": float(sum(len(event.members) for event in dropped)),
+    }
+    if batches:
+        metrics["update/fill"] = _mean([batch.fill for batch in batches])
     return metrics
 
 
@@ -94,13 +109,21 @@ def update_metrics(
         # Of the first step alone: for the later ones the policy has moved since it sampled.
         "policy/sampler_gap": values("sampler_gap")[0],
     }
+    for role, value in reports[0]["role_norms"].items():
+        metrics[f"update/grad_norm_{role}"] = float(value)
+    if values("sampler_truncated")[0] or values("sampler_weight_mean")[0] != 1.0:
+        metrics["update/sampler_weight"] = _mean(values("sampler_weight_mean"))
+        metrics["update/sampler_truncated"] = _mean(values("sampler_truncated"))
+    if len(reports) > 1:  # the first step's ratios are all 1
+        last = reports[-1]
+        metrics |= update_diagnostics(
+            last["log_ratio"],
+            np.where(last["event_valid"], last["event_size"], 0),
+            last["event_tokens"],
+            last["member_log_ratio"],
+            last["row_event"],
+        )
     return metrics
-
-
-def _kind(role: str) -> str:
-    """solver_2 -> solver: figures are by kind of role."""
-    head, _, tail = role.rpartition("_")
-    return head if head and tail.isdigit() else role
 
 
 def _mean(values: Sequence[Any]) -> float:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from envs.workflow import Task, Workflow
 from srpo_jax.advantage import row_advantages
-from srpo_jax.batch import EventBatch, build_batch
+from srpo_jax.batch import EventBatch, ShapeMemory, build_batch
 from srpo_jax.checkpoint import Checkpoints, write_json
 from srpo_jax.config import Recipe
 from srpo_jax.evaluation import BenchmarkResult, EpisodeCost, macro
@@ -24,7 +24,7 @@ from srpo_jax.metrics import EpisodeWriter, MetricLogger, read_metrics, write_ve
 from srpo_jax.progress import RunProgress
 from srpo_jax.rollout import EpisodePlan, EpisodeResult
 from srpo_jax.run_parts import Parts, build_parts, check_run_folder
-from srpo_jax.step_metrics import CV_WINDOW, rollout_metrics, update_metrics
+from srpo_jax.step_metrics import CV_WINDOW, rollout_metrics, row_metrics, update_metrics
 from srpo_jax.transcript import episode_record
 
 DONE, STOPPED = 0, 75
@@ -123,19 +123,21 @@ def train_step(
     events = apply_truncation(events, recipe.rollout.truncated)
     complete, dropped = split_complete(events)
     advantages, statistics = row_advantages(complete, recipe.advantage_config())
-    batches = split_minibatches(recipe, step, complete, advantages)
-    metrics = rollout_metrics(results, complete, dropped)
+    batches = split_minibatches(recipe, step, complete, advantages, parts.shapes)
+    metrics = rollout_metrics(results, complete, dropped) | row_metrics(batches, dropped)
     metrics |= {f"advantage/{name}": value for name, value in statistics.items()}
     clock.lap("batch")
 
-    if batches:
-        metrics["update/fill"] = float(np.mean([batch.fill for batch in batches]))
-    with progress.phase("update", len(batches)) as advance:
+    orders = epoch_orders(recipe, step, len(batches))
+    every = recipe.learner.role_norms_every
+    with progress.phase("update", sum(map(len, orders))) as advance:
         if batches and parts.needs_gate:
             parts.learner.check_gate(batches[0])
             progress.note("gate: scored the first batch twice, L_e = 0 exactly")
             parts.needs_gate = False
-        reports = parts.learner.update(batches, on_step=advance)
+        reports = parts.learner.update(
+            batches, orders=orders, on_step=advance, by_role=bool(every) and step % every == 0
+        )
         metrics |= update_metrics(reports, parts.grad_norms)
     if reports:
         parts.grad_norms = [*parts.grad_norms, metrics["update/grad_norm"]][-CV_WINDOW:]
@@ -171,9 +173,18 @@ def apply_truncation(events: Sequence[Event], policy: str) -> list[Event]:
 
 
 def split_minibatches(
-    recipe: Recipe, step: int, events: Sequence[Event], advantages: Sequence[np.ndarray]
+    recipe: Recipe,
+    step: int,
+    events: Sequence[Event],
+    advantages: Sequence[np.ndarray],
+    shapes: ShapeMemory | None = None,
 ) -> list[EventBatch]:
-    """The step's events in ``updates_per_batch`` event-atomic parts, drawn by seed and step."""
+    """The step's events in ``updates_per_batch`` event-atomic parts, drawn by seed and step.
+
+    Where the loss is the surrogate alone, events without an advantage are counted but not
+    computed.
+    """
+    objective = recipe.objective_config()
     parts = min(recipe.learner.updates_per_batch, len(events))
     if not parts:
         return []
@@ -188,9 +199,18 @@ def split_minibatches(
                 micro_batch_rows=recipe.learner.micro_batch_rows,
                 sequence_tokens=recipe.learner.sequence_tokens,
                 max_tokens=recipe.rollout.prompt_tokens + recipe.rollout.response_tokens,
+                skip_zero_advantage=not (objective.kl_coef or objective.entropy_coef),
+                shapes=shapes,
             )
         )
     return batches
+
+
+def epoch_orders(recipe: Recipe, step: int, batches: int) -> list[list[int]]:
+    """The order of the mini-batches in every epoch: as they are first, then drawn by seed, step."""
+    rng = np.random.default_rng([recipe.seed, step, 1])
+    rest = [rng.permutation(batches).tolist() for _ in range(recipe.learner.epochs - 1)]
+    return [list(range(batches)), *rest]
 
 
 def evaluate(parts: Parts, progress: RunProgress | None = None) -> dict[str, BenchmarkResult]:

@@ -20,8 +20,9 @@ import optax
 from flax import nnx
 
 from envs.workflow import Prompt, ScriptedTeam, Task, Workflow
-from models.qwen import Qwen, split_params
-from srpo_jax.logprob import token_logps
+from models.backward import add_gradients
+from models.qwen import PLAIN, Qwen, split_params
+from srpo_jax.logprob import Vocabulary, token_gradients
 from srpo_jax.prompting import Tokenizer, fit_prompt
 from srpo_jax.yaml_reading import RecipeError
 
@@ -193,17 +194,23 @@ def train_supervised(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.05)
     )
 
-    def loss_of(params, tokens, positions, segments, weights):
-        model = nnx.merge(graphdef, params)
-        hidden = model(tokens, positions, segments)
-        logps, _ = token_logps(
-            hidden, tokens, model.head_kernel(), temperature=1.0, vocab_size=vocab_size, chunk=4096
-        )
-        return -jnp.sum(weights * logps) / jnp.sum(weights)
+    vocabulary = Vocabulary(vocab_size)
 
     @jax.jit
-    def step_fn(params, opt_state, batch):
-        loss, grads = jax.value_and_grad(loss_of)(params, *batch)
+    def step_fn(params, opt_state, tokens, positions, segments, weights):
+        weights = weights / jnp.sum(weights)
+
+        def vocabulary_stage(hidden, head, vocab_axis):
+            scores, d_hidden, d_head = token_gradients(
+                hidden, tokens, weights > 0, -weights, jnp.zeros_like(weights), head, vocab_axis,
+                vocabulary,
+            )  # fmt: skip
+            return d_hidden, d_head, -jnp.sum(weights * scores.logp)
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        grads, loss = add_gradients(
+            graphdef, params, zeros, tokens, positions, segments, vocabulary_stage, PLAIN
+        )
         moves, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, moves), opt_state, loss
 
@@ -217,7 +224,7 @@ def train_supervised(
         batch = tuple(
             a[chosen] for a in (data.tokens, data.positions, data.segment_ids, data.weights)
         )
-        params, opt_state, loss = step_fn(params, opt_state, batch)
+        params, opt_state, loss = step_fn(params, opt_state, *batch)
         if on_step is not None and step % 10 == 9:
             on_step(step + 1, float(loss))
     return nnx.merge(graphdef, params)

@@ -8,6 +8,12 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# A busy machine may keep a virtual device waiting for longer than the 40 s after which XLA aborts.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_cpu_collective_call_terminate_timeout_seconds=300"
+    + " --xla_cpu_collective_timeout_seconds=300"
+)
 # Compiled programs are kept between runs and shared by the workers.
 cache = Path(__file__).parents[1] / ".jax_cache"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))

@@ -15,6 +15,7 @@ from models.qwen import Qwen, split_params
 from srpo_jax.batch import EventBatch, build_batch
 from srpo_jax.events import Event, Member
 from srpo_jax.learner import Learner
+from srpo_jax.learner_programs import LearnerSettings
 from srpo_jax.objective import ObjectiveConfig
 from srpo_jax.sharding import make_mesh
 
@@ -119,17 +120,17 @@ def one_device():
 def make_learner(
     model: Qwen | None = None, objective: ObjectiveConfig | None = None, **changes: Any
 ) -> Learner:
-    """A float32 learner on one device; ``changes`` go to Learner."""
-    settings = {
-        "optimizer": optax.adam(1e-2, eps=1e-3), "mesh": one_device(), "vocab_size": REAL_VOCAB,
-        "temperature": TEMPERATURE, "logprob_chunk": 24,
-    }  # fmt: skip
-    settings |= changes
+    """A float32 learner on one device; ``changes``: optimizer, mesh, or of LearnerSettings."""
+    optimizer = changes.pop("optimizer", optax.adam(1e-2, eps=1e-3))
+    mesh = changes.pop("mesh", None) or one_device()
+    settings = {"vocab_size": REAL_VOCAB, "temperature": TEMPERATURE, "logprob_chunk": 24}
     return Learner(
         tiny_model() if model is None else model,
-        settings.pop("optimizer"),
-        objective=objective or ObjectiveConfig(),
-        **settings,
+        optimizer,
+        mesh=mesh,
+        settings=LearnerSettings(
+            objective=objective or ObjectiveConfig(), **{**settings, **changes}
+        ),
     )
 
 

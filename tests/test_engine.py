@@ -15,7 +15,7 @@ from models.convert import load_hf
 from models.qwen import Qwen, split_params
 from models.tiny import tiny_config
 from srpo_jax.engine import Engine, PromptTooLong, Request, request_key
-from srpo_jax.logprob import token_logps
+from srpo_jax.logprob import Vocabulary, token_scores
 from tests.make_golden import CASES, GOLDEN
 
 VOCAB = 60  # of the checkpoints' 64 embedding rows
@@ -176,14 +176,14 @@ class TestSameBits:
         assert len({tuple(result.ids) for result in results}) == 8
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="vocab_size")
-def _score(graphdef, params, tokens, temperature, *, vocab_size):
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("vocab_size", "temperature"))
+def _score(graphdef, params, tokens, *, temperature, vocab_size):
     model = nnx.merge(graphdef, params)
     positions = jnp.arange(tokens.shape[1])[None]
     hidden = model(tokens, positions, jnp.ones_like(tokens))
-    return token_logps(
-        hidden, tokens, model.head_kernel(), temperature=temperature, vocab_size=vocab_size
-    )[0]
+    everywhere = jnp.ones_like(tokens)
+    how = Vocabulary(vocab_size, temperature)
+    return token_scores(hidden, tokens, everywhere, *model.head(), how).logp
 
 
 def learner_logps(parts, prompt_ids, response_ids, temperature):
@@ -191,7 +191,7 @@ def learner_logps(parts, prompt_ids, response_ids, temperature):
     ids = [*prompt_ids, *response_ids]
     tokens = np.zeros((1, CACHE), np.int32)  # what follows is seen by no earlier position
     tokens[0, : len(ids)] = ids
-    logps = _score(*parts[1:], tokens, temperature, vocab_size=VOCAB)
+    logps = _score(*parts[1:], tokens, temperature=temperature, vocab_size=VOCAB)
     return np.asarray(logps[0, len(prompt_ids) : len(ids)])
 
 

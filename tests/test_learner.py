@@ -27,6 +27,7 @@ from tests.learner_cases import (
     host,
     make_learner,
     norm,
+    one_device,
     perturbed,
     relative_error,
     set_params,
@@ -73,7 +74,8 @@ def one_autograd(graphdef, params, batch, objective, old, reference=None):
         logp, entropy = plain_scores(graphdef, params, batch)
         return setwise_objective(
             logp, old, batch.loss_mask.reshape(logp.shape), batch.row_event, batch.event_size,
-            batch.event_advantage, reference_logp=reference,
+            batch.event_advantage, token_row=batch.token_row.reshape(logp.shape),
+            reference_logp=reference,
             entropy=entropy if objective.entropy_coef else None,
             row_advantage=None if objective.level == "event" else batch.row_advantage,
             config=objective,
@@ -364,11 +366,9 @@ def test_scores_are_the_plain_ones():
         )
 
 
-def test_rematerialised_layers_and_bfloat16_computation():
+def test_bfloat16_computation():
     batch = batch_of(rows=4)
     full = fresh_learner().gradient(batch)[0].grads
-    again = make_learner(remat=True).gradient(batch)[0].grads
-    assert relative_error(again, full) < 1e-5
     low = make_learner(dtype=jnp.bfloat16)
     low.check_gate(batch)
     grads = low.gradient(batch)[0].grads
@@ -384,8 +384,8 @@ def test_the_gate_passes_and_fails_where_two_scores_differ(monkeypatch):
 
     def drifting(batch, params=None):
         calls.append(1)
-        logp, entropy = score(batch, params)
-        return logp + 1e-6 * len(calls), entropy
+        scores = score(batch, params)
+        return scores._replace(logp=scores.logp + 1e-6 * len(calls))
 
     monkeypatch.setattr(learner, "score", drifting)
     with pytest.raises(GateError, match="scoring one batch twice differs by up to"):
@@ -404,20 +404,6 @@ def test_the_samplers_gap_is_the_mean_absolute_difference_per_token():
 
 
 # ---- compiled programs and buffers ---------------------------------------------------------------
-
-
-def test_batches_of_the_same_buckets_compile_nothing_new():
-    learner = fresh_learner()
-    shapes, counts = set(), []
-    for seed, sizes in enumerate([(3, 1, 2, 2), (4, 4), (1,) * 7, (2, 2, 3)]):
-        batches = [batch_of(events_of(sizes, seed + 9 * i), rows=4, min_tokens=24) for i in (0, 1)]
-        shapes |= {b.shape for b in batches}
-        learner.update(batches)
-        counts.append(learner.compile_count())
-    assert shapes == {(2, 4, 24, 8)}
-    assert counts[0] > 0 and set(counts) == {counts[0]}
-    learner.update([batch_of(events_of((4, 4, 4)), rows=4, min_tokens=24)])
-    assert learner.compile_count() > counts[0]  # another shape is noticed
 
 
 def test_the_old_state_is_donated_and_the_model_handed_in_is_not():
@@ -443,8 +429,12 @@ def test_bfloat16_moments_stay_bfloat16():
     assert relative_error(learner.params, before) > 0
 
 
-def test_the_kl_reference_is_frozen():
-    learner = make_learner(objective=ObjectiveConfig(kl_coef=0.1))
+def test_the_kl_reference_is_frozen_and_is_the_model_handed_in():
+    model = jax.device_put(tiny_model(), one_device().devices.flat[0])
+    given = split_params(model)[1]
+    learner = make_learner(model, ObjectiveConfig(kl_coef=0.1))
+    pairs = zip(jax.tree.leaves(learner.reference), jax.tree.leaves(given), strict=True)
+    assert all(a.unsafe_buffer_pointer() == b.unsafe_buffer_pointer() for a, b in pairs)
     start = host(learner.params)
     batch = batch_of(rows=4)
     first = learner.update([batch])[0]
@@ -475,7 +465,7 @@ def test_public_case_s10_a_useless_step_is_skipped_bit_for_bit(kind):
     assert not report["applied"] and bit_equal(learner.state, before)
     assert int(learner.state.updates) == 1
     if kind == "empty":
-        scalars = [v for k, v in report.items() if np.ndim(v) == 0]
+        scalars = [v for v in report.values() if np.ndim(v) == 0 and not isinstance(v, dict)]
         assert np.isfinite(np.asarray(scalars, float)).all()
         assert float(report["loss"]) == 0.0 and float(report["grad_norm"]) == 0.0
     else:

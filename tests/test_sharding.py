@@ -46,9 +46,9 @@ def test_sizes_that_do_not_make_the_devices_are_refused(sizes, says):
 def test_rows_are_split_over_data_and_fsdp_together():
     mesh = mesh_of(2, 2, 1)
     assert batch_shards(mesh) == 4 and batch_shards(mesh_of(2, 1, 2)) == 2
-    rows = jax.device_put(np.zeros((8, 3)), batch_sharding(mesh))
-    assert {s.data.shape for s in rows.addressable_shards} == {(2, 3)}
-    assert sorted(s.index[0].start for s in rows.addressable_shards) == [0, 2, 4, 6]
+    rows = jax.device_put(np.zeros((5, 8, 3)), batch_sharding(mesh))
+    assert {s.data.shape for s in rows.addressable_shards} == {(5, 2, 3)}
+    assert sorted(s.index[1].start for s in rows.addressable_shards) == [0, 2, 4, 6]
     assert replicated(mesh).is_fully_replicated
 
 

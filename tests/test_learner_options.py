@@ -1,0 +1,272 @@
+"""What an update may leave out, repeat, store or measure, and that its gradient stays the same."""
+
+from __future__ import annotations
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.qwen import REMAT_POLICIES
+from srpo_jax.batch import ShapeMemory, build_batch
+from srpo_jax.objective import ObjectiveConfig
+from srpo_jax.sharding import make_mesh
+from tests.learner_cases import (
+    advantages_of,
+    batch_of,
+    bit_equal,
+    events_of,
+    host,
+    make_learner,
+    norm,
+    perturbed,
+    relative_error,
+    set_params,
+    tiny_model,
+)
+from tests.objective_oracle import clipmin
+
+
+def off_policy(learner, seed=1):
+    """Moves the learner away from the policy that sampled; returns the parameters of that."""
+    start = learner.params
+    set_params(learner, perturbed(start, 0.01, seed))
+    return start
+
+
+def gradient_of(learner, batch, old_params):
+    sums, metrics, _ = learner.gradient(
+        batch, learner.score(batch), learner.score(batch, old_params)
+    )
+    return jax.block_until_ready(sums.grads), metrics
+
+
+# ---- one gradient, however it is computed --------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("remat", [name for name in REMAT_POLICIES if name != "none"])
+def test_every_remat_policy_computes_the_same_gradient(remat, tied):
+    with jax.enable_x64(True):
+        grads = []
+        for policy in ("none", remat):
+            model = tiny_model(dtype=jnp.float64, tie_embeddings=tied)
+            learner = make_learner(model, dtype=jnp.float64, remat=policy)
+            grads.append(gradient_of(learner, batch_of(rows=4), off_policy(learner))[0])
+        assert relative_error(grads[1], grads[0]) < 1e-12
+
+
+def test_an_unknown_remat_policy_is_refused():
+    with pytest.raises(ValueError, match="remat 'half' is not one of none, dots"):
+        make_learner(remat="half")
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_float64_gradient_is_one_for_any_split_packing_order_and_devices(remat):
+    events, advantages = events_of(), advantages_of(events_of())
+    back = [events[i] for i in (3, 0, 4, 2, 1)], [advantages[i] for i in (3, 0, 4, 2, 1)]
+    layouts = [
+        dict(rows=12),
+        dict(rows=4),
+        dict(rows=4, sequence_tokens=24),
+        dict(rows=4, sequence_tokens=48, events=back[0], advantages=back[1]),
+    ]
+    with jax.enable_x64(True):
+        gradients = []
+        for devices in ((1, 1, 1), (2, 1, 1), (1, 2, 2)):
+            mesh = make_mesh(*devices, devices=jax.devices()[: int(np.prod(devices))])
+            learner = make_learner(
+                tiny_model(dtype=jnp.float64), mesh=mesh, dtype=jnp.float64, remat=remat
+            )
+            old = off_policy(learner)
+            for layout in layouts:
+                batch = batch_of(**{"events": events, "advantages": advantages, **layout})
+                gradients.append(host(gradient_of(learner, batch, old)[0]))
+        assert max(relative_error(g, gradients[0]) for g in gradients[1:]) < 1e-12
+
+
+# ---- events without an advantage -----------------------------------------------------------------
+
+
+def with_zeros(advantages):
+    return [a * (i % 2) for i, a in enumerate(advantages)]
+
+
+@pytest.mark.parametrize("preset", ["srpo", "srpo_token_reduced", "grpo", "dr_grpo", "magrpo"])
+def test_events_without_an_advantage_are_counted_but_not_computed(preset):
+    events = events_of()
+    advantages = with_zeros(advantages_of(events))
+    learner = make_learner(objective=ObjectiveConfig.preset(preset))
+    old = off_policy(learner)
+    whole, part = (
+        build_batch(events, advantages, micro_batch_rows=1, max_tokens=64, skip_zero_advantage=skip)
+        for skip in (False, True)
+    )
+    assert whole.used_micro_batches == 11 and part.used_micro_batches == 2
+    left_out = [events[i] for i in (0, 2, 4)]
+    tokens = sum(len(m.response_ids) for e in left_out for m in e.members)
+    assert part.skipped == (3, 9, tokens) and part.num_events == whole.num_events == 5
+    want, metrics = gradient_of(learner, whole, old)
+    got, part_metrics = gradient_of(learner, part, old)
+    assert relative_error(got, want) < 1e-6
+    assert float(part_metrics.loss) == pytest.approx(float(metrics.loss), rel=1e-5)
+    assert int(part_metrics.num_events) == 5
+    assert int(part_metrics.num_tokens) == int(metrics.num_tokens)
+
+
+def test_a_batch_without_any_advantage_still_takes_its_step():
+    """As it would if it were computed: momentum and decay act, the gradient is zero."""
+    events = events_of()
+    zeros = [np.zeros(e.expected) for e in events]
+    states = []
+    for skip in (False, True):
+        learner = make_learner()
+        learner.update([batch_of()])
+        batch = build_batch(
+            events, zeros, micro_batch_rows=4, max_tokens=64, skip_zero_advantage=skip
+        )
+        (report,) = learner.update([batch])
+        assert report["applied"] and report["grad_norm"] == 0 and report["num_events"] == 5
+        states.append(host(learner.state))
+    assert batch.used_micro_batches == 0 and batch.num_tokens == 0
+    assert bit_equal(*states)
+
+
+# ---- several epochs ------------------------------------------------------------------------------
+
+
+def test_epochs_go_through_the_whole_batch_again_with_the_first_log_probs_as_old():
+    batches = [batch_of(events_of((2, 1, 3), 7)), batch_of(events_of((1, 2), 8))]
+    learner = make_learner()
+    reports = learner.update(batches, orders=[[0, 1], [1, 0]])
+    assert [int(r["num_events"]) for r in reports] == [3, 2, 2, 3]
+    assert int(learner.state.updates) == 4
+
+    by_hand = make_learner()
+    old = [by_hand.score(batch) for batch in batches]
+    for i in (0, 1, 1, 0):
+        current = by_hand.score(batches[i])
+        sums, metrics, _ = by_hand.gradient(batches[i], current, old[i])
+        by_hand.state, *_ = by_hand._programs.apply(by_hand.state, sums, metrics.num_events)
+    assert relative_error(learner.params, by_hand.params) < 1e-6
+    assert np.abs(reports[3]["log_ratio"][:3]).min() > 1e-3
+
+
+# ---- another sampler -----------------------------------------------------------------------------
+
+
+def test_truncated_importance_sampling_weighs_each_event_once():
+    """J = mean of min(exp(sum(old - sampler) / sqrt(K)), cap) * surrogate, written out."""
+    cap = 1.2
+    learner = make_learner(objective=ObjectiveConfig(sampler_cap=cap))
+    batch = batch_of()
+    old_logp = np.asarray(learner.score(batch).logp, np.float64)
+    rng = np.random.default_rng(3)
+    drift = rng.normal(0, 0.15, old_logp.shape)
+    batch.sampler_logp[:] = np.where(batch.loss_mask, old_logp - drift, 0)
+    old = off_policy(learner)
+    (_, metrics), current = gradient_of(learner, batch, old), learner.score(batch).logp
+    current = np.asarray(current, np.float64)
+
+    row = np.append(batch.row_event, 8)[batch.token_row]
+    values, weights = [], []
+    for e in range(5):
+        mine = (row == e) & batch.loss_mask
+        k = batch.event_size[e]
+        weight = min(np.exp(drift[mine].sum() / np.sqrt(k)), cap)
+        ratio = np.exp((current - old_logp)[mine].sum() / np.sqrt(k))
+        weights.append(weight)
+        values.append(weight * clipmin(ratio, batch.event_advantage[e]))
+    assert max(weights) == cap and min(weights) < 1
+    assert float(metrics.loss) == pytest.approx(-np.mean(values), rel=1e-4)
+    assert float(metrics.sampler_weight_mean) == pytest.approx(np.mean(weights), rel=1e-4)
+    assert float(metrics.sampler_truncated) == pytest.approx(np.mean(np.array(weights) == cap))
+
+
+def test_a_sampler_that_agrees_changes_nothing():
+    batch = batch_of()
+    plain, corrected = make_learner(), make_learner(objective=ObjectiveConfig(sampler_cap=2.0))
+    batch.sampler_logp[:] = np.asarray(plain.score(batch).logp)
+    reports = [learner.update([batch])[0] for learner in (plain, corrected)]
+    assert float(reports[1]["grad_norm"]) == pytest.approx(float(reports[0]["grad_norm"]), rel=1e-5)
+    assert relative_error(corrected.params, plain.params) < 1e-4
+    assert reports[1]["sampler_truncated"] == 0
+
+
+# ---- what is measured ----------------------------------------------------------------------------
+
+
+def test_the_gradients_of_the_roles_add_up():
+    events = events_of((2, 1, 2))
+    learner = make_learner()
+    batch = batch_of(events)
+    assert batch.roles == ("solver",)
+    (report,) = learner.update([batch], by_role=True)
+    assert float(report["role_norms"]["solver"]) == pytest.approx(float(report["grad_norm"]))
+
+    learner, old_roles = make_learner(), batch.row_role.copy()
+    batch.row_role[:] = np.where(old_roles == 0, np.arange(len(old_roles)) % 2, 2)
+    object.__setattr__(batch, "roles", ("critic", "solver"))
+    norms = learner.role_norms(batch)
+    alone = []
+    for role in (0, 1):  # a batch in which only this role's tokens carry loss
+        keep = np.append(batch.row_role, 2)[batch.token_row] == role
+        tokens, arrays = learner._place(batch)
+        weights, _, _ = learner._weigh(batch, tokens, arrays, None, None)
+        masked = weights._replace(logp=jnp.where(keep, weights.logp, 0))
+        sums = learner._programs.accumulate(
+            learner.params, tokens, masked, np.int32(batch.used_micro_batches)
+        )
+        alone.append(host(sums.grads))
+    whole = learner.gradient(batch)[0].grads
+    assert relative_error(jax.tree.map(np.add, *alone), whole) < 1e-5
+    assert [float(norms[r]) for r in ("critic", "solver")] == pytest.approx(
+        [norm(g) for g in alone], rel=1e-5
+    )
+
+
+# ---- compiled programs ---------------------------------------------------------------------------
+
+
+def test_nothing_is_compiled_after_the_warm_up_over_50_varying_updates():
+    """Counted by the compiler's own events, so eager operations count too."""
+    compiles = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiles.append(name) if "backend_compile" in name else None
+    )
+    learner, shapes = make_learner(), ShapeMemory()
+    rng = np.random.default_rng(0)
+
+    def batch(sizes, seed):
+        events = events_of(sizes, seed)
+        advantages = [a * rng.integers(0, 2) for a in advantages_of(events, seed)]
+        return build_batch(
+            events, advantages, micro_batch_rows=2, max_tokens=64, sequence_tokens=32,
+            skip_zero_advantage=True, shapes=shapes,
+        )  # fmt: skip
+
+    def update(largest, seed):
+        sizes = tuple(rng.integers(1, 5, largest))
+        learner.update([batch(sizes, seed), batch(sizes[::-1], seed + 1)])
+        jax.block_until_ready(learner.state)
+
+    update(20, 0)
+    update(20, 1)
+    warm, programs = len(compiles), learner.compile_count()
+    assert warm > 0
+    for seed in range(25):  # two updates each
+        update(int(rng.integers(1, 9)), 2 + seed)
+    assert len(compiles) == warm and learner.compile_count() == programs
+    assert int(learner.state.updates) == 54
+
+
+def test_another_shape_is_noticed_as_a_compile():
+    learner = make_learner()
+    learner.update([batch_of(rows=4, min_tokens=24)])
+    count = learner.compile_count()
+    learner.update([batch_of(rows=4, min_tokens=24)])
+    assert learner.compile_count() == count
+    learner.update([batch_of(rows=8, min_tokens=24)])
+    assert learner.compile_count() > count
