@@ -1,0 +1,148 @@
+"""Compiles a recipe's update for a TPU topology, without one: memory, work and collectives.
+
+Needs libtpu (pip install libtpu); the model's architecture is that of a local folder or of a known
+hub name, and no weights are read. Exit code 1: it does not fit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+from launch.cli import Parser, add_recipe_arguments, entry, output
+from srpo_jax.config import Recipe, load_recipe
+from srpo_jax.recipe_errors import nearest
+from srpo_jax.yaml_reading import RecipeError
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from models.known_configs import Architecture
+
+_TOPOLOGY = re.compile(r"([a-z0-9]+):(\d+(?:x\d+){1,2})")
+
+# libtpu looks for a TPU of this machine, and complains of what it cannot find out about it. What
+# is compiled for absent devices can be written to the compilation cache, but not read back.
+LIBTPU_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(
+        "launch.compile_check",
+        __doc__,
+        "python -m launch.compile_check configs/math_qwen3_8b.yaml --topology v5e:4x4",
+    )
+    add_recipe_arguments(parser)
+    parser.add_argument(
+        "--topology", required=True, metavar="TPU:AxB", help="v5e:4x4, v6e:4x4, v5p:2x2x2, ..."
+    )
+    args = parser.parse_args(argv)
+    recipe = load_recipe(args.recipe, args.overrides)
+    _quieten_libtpu()
+    from models.known_configs import find_architecture
+
+    generation = tpu_generation(args.topology)
+    architecture = find_architecture(recipe.model.path)
+    mesh = tpu_mesh(recipe, args.topology)
+    return check(recipe, architecture, mesh, generation)
+
+
+def tpu_generation(topology: str) -> str:
+    """The generation that a topology names. Raises RecipeError for one that is not known."""
+    from srpo_jax.compile_report import USABLE_GIB
+
+    match = _TOPOLOGY.fullmatch(topology)
+    if match is None:
+        raise RecipeError(f"--topology {topology}: a TPU and its grid are due, such as v5e:4x4")
+    if match.group(1) not in USABLE_GIB:
+        raise RecipeError(
+            f"--topology {topology}: unknown TPU, {nearest(match.group(1), USABLE_GIB)}"
+        )
+    return match.group(1)
+
+
+def tpu_mesh(recipe: Recipe, topology: str) -> Mesh:
+    """The recipe's learner mesh over a topology's devices.
+
+    Raises RecipeError: no libtpu, a grid that this TPU does not come in, or a mesh of another size.
+    """
+    from jax.experimental import topologies
+
+    from srpo_jax.sharding import make_mesh
+
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    except RuntimeError as error:
+        if "not installed" in str(error):
+            raise RecipeError("libtpu is not installed: pip install libtpu") from None
+        reason = str(error).removeprefix("INVALID_ARGUMENT: ")
+        raise RecipeError(f"--topology {topology}: {reason}") from None
+    return make_mesh(**recipe.learner.mesh.model_dump(), devices=devices)
+
+
+def check(recipe: Recipe, architecture: Architecture, mesh: Mesh, generation: str) -> int:
+    """Compiles, prints the tables, and returns 0 if every phase of a step fits, else 1."""
+    from srpo_jax import compile_report as report
+    from srpo_jax.abstract_update import (
+        MICRO_BATCHES,
+        OutOfMemory,
+        abstract_update,
+        rollout_memory,
+        sequence_length,
+        update_phases,
+    )
+
+    console, config = output(), architecture.config
+    usable = report.USABLE_GIB[generation]
+    rows, length = recipe.learner.micro_batch_rows, sequence_length(recipe)
+    axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    update = abstract_update(recipe, architecture, mesh)
+    console.print(
+        f"{recipe.model.path}: {update.num_params / 1e9:.2f}e9 parameters in "
+        f"{recipe.model.param_dtype}, computed in {recipe.model.dtype}\n"
+        f"{mesh.size} {generation} devices: {axes}; {MICRO_BATCHES} micro-batches of {rows} x "
+        f"{length} tokens"
+    )
+    try:
+        programs = update.compile()
+    except OutOfMemory as error:
+        console.print(f"does not fit: {error}", style="bold red")
+        return 1
+    rollout = rollout_memory(recipe, config, mesh, update)
+    phases = [rollout.phase, *update_phases(programs, update.resident)]
+    console.print(report.phase_table(phases, usable))
+    engine = recipe.rollout
+    console.print(
+        f"rollout: engines of {rollout.tensor} devices, each with room for "
+        f"{rollout.room(usable * report.GIB):,} cached tokens; {engine.slots} slots of "
+        f"{engine.prompt_tokens + engine.response_tokens} tokens would be "
+        f"{engine.slots * (engine.prompt_tokens + engine.response_tokens):,}"
+    )
+    console.print(report.memory_table(programs.values()))
+    flops = report.model_flops(config, rows, length)
+    console.print(report.work_table(flops, programs, mesh.size))
+    console.print(report.collective_table(programs.values()))
+    worst = max(phases, key=lambda phase: phase.total)
+    left = usable - worst.total / report.GIB
+    verdict = f"fits, {left:.2f} GiB left" if left >= 0 else f"does not fit, {-left:.2f} GiB short"
+    console.print(f"{verdict} of {usable:g} GiB in {worst.name}", style="bold")
+    return int(left < 0)
+
+
+def _quieten_libtpu() -> None:
+    """To be called before jax is imported."""
+    for name, value in LIBTPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not os.environ.get("TPU_LIBRARY_PATH"):
+        os.environ.pop("TPU_LIBRARY_PATH", None)
+
+
+if __name__ == "__main__":
+    entry(main)
