@@ -17,6 +17,7 @@ ALLOWED = {
     "srpo_jax": {"srpo_jax", "models", "envs"},
     "models": {"models"},
     "envs": {"envs"},
+    "benchmarks": {"benchmarks", "launch", "srpo_jax", "models", "envs"},
 }
 JAX = {"jax", "jaxlib", "flax", "optax", "chex", "orbax"}
 LONGEST_FILE = 600

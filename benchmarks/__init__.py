@@ -1,0 +1,1 @@
+"""Measurements beside other learners on the same work, and of single parts."""
