@@ -56,9 +56,9 @@ PLAIN = Forward()
 def project(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x [..., din] @ kernel [din, dout] in the dtype of x.
 
-    The kernel's gradient is one product over the flattened leading axes, accumulated in at least
-    float32 and in the kernel's dtype. Autodiff's own transposes the cotangent first, which costs
-    XLA's CPU backend a third of a layer's backward pass.
+    The kernel's gradient is one product over the flattened leading axes, in the kernel's dtype: of
+    a bfloat16 copy, what crosses the mesh is bfloat16 too. Autodiff's own transposes the cotangent
+    first, which costs XLA's CPU backend a third of a layer's backward pass.
     """
     return x @ kernel.astype(x.dtype)
 
@@ -71,9 +71,11 @@ def _project_bwd(saved, dy):
     x, kernel = saved
     x_rows, dy_rows = (a.reshape(-1, a.shape[-1]) for a in (x, dy))
     dx = (dy_rows @ kernel.astype(dy.dtype).T).reshape(x.shape)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
     d_kernel = jax.lax.dot_general(
-        x_rows, dy_rows, (((0,), (0,)), ((), ())), preferred_element_type=wide
+        x_rows,
+        dy_rows,
+        (((0,), (0,)), ((), ())),
+        preferred_element_type=jnp.promote_types(x.dtype, kernel.dtype),
     )
     return dx, d_kernel.astype(kernel.dtype)
 

@@ -107,10 +107,11 @@ def token_gradients(
 
 
 def chunk_tokens(vocab: int, platform: str) -> int:
-    """Tokens of a chunk on each device: a power of two from 64 to 1024 with at most 32 MiB of
-    float32 logits on CPU, 512 MiB on accelerators."""
+    """Tokens of a chunk on each device: a power of two up to 1024 with at most 32 MiB of float32
+    logits on CPU, 512 MiB on accelerators; at least 128, since smaller chunks spend their time on
+    reading and writing the head's gradient."""
     budget = 2**25 if platform == "cpu" else 2**29
-    chunk = 64
+    chunk = 128
     while chunk < 1024 and 2 * chunk * vocab * 4 <= budget:
         chunk *= 2
     return chunk

@@ -227,7 +227,7 @@ def test_a_temperature_for_each_row_scales_that_row():
 @pytest.mark.parametrize(
     ("vocab", "platform", "tokens"),
     # 32 MiB are 2^23 logits, 512 MiB 2^27
-    [(64, "cpu", 1024), (32768, "cpu", 256), (151936, "cpu", 64), (151936, "gpu", 512)],
+    [(64, "cpu", 1024), (32768, "cpu", 256), (151936, "cpu", 128), (151936, "gpu", 512)],
 )
 def test_chunks_fit_their_budget(vocab, platform, tokens):
     assert chunk_tokens(vocab, platform) == tokens
