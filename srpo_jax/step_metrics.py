@@ -64,17 +64,28 @@ def rollout_metrics(
     return metrics
 
 
-def row_metrics(batches: Sequence[EventBatch], dropped: Sequence[Event]) -> dict[str, float]:
-    """What became of every sampled output of an episode that ended well: in the arrays, left out
-    for its event's zero advantage, or dropped with its incomplete event."""
+def row_metrics(
+    results: Sequence[EpisodeResult], complete: Sequence[Event], batches: Sequence[EventBatch]
+) -> dict[str, float]:
+    """What became of every sampled output: the other figures add up to ``rows/sampled``.
+
+    trained; zero_advantage: counted but not computed; incomplete: of an event that misses a member;
+    draft: of no event; failed: of an episode without an outcome.
+    """
+    ended = [r for r in results if r.episode is not None]
+    of_events = sum(len(event.members) for r in ended for event in r.episode.events)
+    drafts = [call for r in ended for call in r.team.calls if call.kind == "draft"]
     metrics = {
-        "rows/trained": float(sum(batch.event_size.sum() for batch in batches)),
-        "rows/zero_advantage": float(sum(batch.skipped[1] for batch in batches)),
-        "rows/incomplete": float(sum(len(event.members) for event in dropped)),
+        "rows/sampled": sum(len(r.team.members) for r in results),
+        "rows/trained": sum(int(batch.event_size.sum()) for batch in batches),
+        "rows/zero_advantage": sum(batch.skipped[1] for batch in batches),
+        "rows/incomplete": of_events - sum(event.k for event in complete),
+        "rows/draft": sum(len(call.outputs) for call in drafts),
+        "rows/failed": sum(len(r.team.members) for r in results if r.episode is None),
     }
     if batches:
         metrics["update/fill"] = _mean([batch.fill for batch in batches])
-    return metrics
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def update_metrics(

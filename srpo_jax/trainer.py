@@ -124,7 +124,7 @@ def train_step(
     complete, dropped = split_complete(events)
     advantages, statistics = row_advantages(complete, recipe.advantage_config())
     batches = split_minibatches(recipe, step, complete, advantages, parts.shapes)
-    metrics = rollout_metrics(results, complete, dropped) | row_metrics(batches, dropped)
+    metrics = rollout_metrics(results, complete, dropped) | row_metrics(results, complete, batches)
     metrics |= {f"advantage/{name}": value for name, value in statistics.items()}
     clock.lap("batch")
 

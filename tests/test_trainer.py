@@ -20,6 +20,7 @@ from srpo_jax import run_parts, trainer
 from srpo_jax.batch import build_batch
 from srpo_jax.events import split_complete
 from srpo_jax.metrics import episode_steps, read_episodes, read_metrics
+from srpo_jax.step_metrics import row_metrics
 from srpo_jax.yaml_reading import RecipeError
 from tests.learner_cases import advantages_of, bit_equal, events_of, one_device
 from tests.run_cases import EVAL_EPISODES, GROUP, TASKS_PER_STEP, noisy_reward, tiny_recipe
@@ -117,6 +118,27 @@ def test_fewer_events_than_updates_and_none(tmp_path):
     assert trainer.split_minibatches(recipe, 0, [], []) == []
 
 
+def test_dropped_rows_are_counted_under_their_reason():
+    events = events_of((2, 3, 2))
+    cut = [events[0], cut_event(events[1], 0), events[2]]
+    complete, _ = split_complete(trainer.apply_truncation(cut, "drop_event"))
+    team = SimpleNamespace(
+        members={i: None for i in range(8)},
+        calls=[SimpleNamespace(kind="draft", outputs=(1,)), SimpleNamespace(kind="event")],
+    )
+    ended = SimpleNamespace(episode=SimpleNamespace(events=cut), team=team)
+    failed = SimpleNamespace(episode=None, team=SimpleNamespace(members={0: None, 1: None}))
+    batch = build_batch(
+        complete, [np.zeros(2), np.ones(2)], micro_batch_rows=4, max_tokens=64,
+        skip_zero_advantage=True,
+    )  # fmt: skip
+    figures = row_metrics([ended, failed], complete, [batch])
+    assert {name: n for name, n in figures.items() if name.startswith("rows/")} == {
+        "rows/sampled": 10, "rows/trained": 2, "rows/zero_advantage": 2, "rows/incomplete": 3,
+        "rows/draft": 1, "rows/failed": 2,
+    }  # fmt: skip
+
+
 def test_past_gradient_norms_are_those_that_were_logged(tmp_path):
     assert trainer.past_grad_norms(tmp_path) == []
     rows = [{"step": 0, "eval/macro/avg": 0.5}]
@@ -154,6 +176,9 @@ def test_three_steps_of_the_math_workflow_end_to_end(tmp_path):
         assert row["events/complete_rate"] == 1.0 and row["update/skipped"] == 0
         assert row["policy/sampler_gap"] < 1e-4 and row["update/grad_norm"] > 0
         assert 0 < row["reward/mean"] < 1
+        assert row["rows/sampled"] == row["rows/trained"] + row["rows/zero_advantage"]
+        assert row["rows/zero_advantage"] < row["rows/sampled"] >= 2 * EPISODES
+        assert any(name.startswith("update/ratio_k2_p") for name in row)
     evaluated = [row["step"] for row in rows if "eval/sums/avg" in row]
     assert evaluated == [0, 2, 3]  # every second step and the last
     for row in rows:
@@ -316,6 +341,9 @@ def test_a_failed_episode_is_dropped_and_counted(tmp_path):
     (row,) = read_metrics(tmp_path / "run")
     assert row["episodes/failed"] == 1 and row["episodes/failed_KeyError"] == 1
     assert row["events/k_2"] == EPISODES - 1
+    parts = ("trained", "zero_advantage", "incomplete", "draft", "failed")
+    assert row["rows/sampled"] == sum(row[f"rows/{part}"] for part in parts)
+    assert row["rows/failed"] == row["rows/sampled"] / EPISODES > 0
     failures = [e["failure"] for e in read_episodes(tmp_path / "run", 1)]
     assert sorted(filter(None, failures)) == ["KeyError"]
 
