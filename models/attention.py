@@ -1,8 +1,8 @@
-"""Attention behind one signature each for whole sequences and for one decode step.
+"""Causal attention over whole sequences behind one signature, in the form that suits a platform.
 
-Axes: B sequences (or slots), T query tokens, C cache positions, N query heads, Kv key/value heads,
-G = N / Kv query heads of one key head, H head width. Scores and softmax are float32 (float64 stays
-float64); grouped-query heads are never repeated in memory.
+Axes: B sequences, T tokens, N query heads, Kv key/value heads, G = N / Kv query heads of one key
+head, H head width. Scores and softmax are float32 (float64 stays float64); grouped-query heads are
+never repeated in memory.
 """
 
 from __future__ import annotations
@@ -142,20 +142,3 @@ def blocked_attention(
         jax.checkpoint(one_head), (q, heads_first(k_BTKvH), heads_first(v_BTKvH), segments)
     )
     return jnp.moveaxis(out.reshape(B, Kv, G, T, H), 3, 1).reshape(B, T, N, H)
-
-
-def cache_attention(
-    q_BNH: jax.Array, k_BCKvH: jax.Array, v_BCKvH: jax.Array, lengths_B: jax.Array
-) -> jax.Array:
-    """One query a slot over its cache: positions < length are visible. Returns [B, N, H]."""
-    chex.assert_rank([q_BNH, k_BCKvH, v_BCKvH, lengths_B], [3, 4, 4, 1])
-    B, N, H = q_BNH.shape
-    C = k_BCKvH.shape[1]
-    dtype = jnp.promote_types(q_BNH.dtype, jnp.float32)
-    q = _grouped(q_BNH, k_BCKvH.shape[2])
-    scores = jnp.einsum("bkgh,bskh->bkgs", q, k_BCKvH, preferred_element_type=dtype)
-    scores = scores * (H**-0.5)
-    visible = jnp.arange(C)[None, :] < lengths_B[:, None]
-    scores = jnp.where(visible[:, None, None], scores, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BCKvH.dtype)
-    return jnp.einsum("bkgs,bskh->bkgh", weights, v_BCKvH).reshape(B, N, H)

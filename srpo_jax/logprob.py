@@ -24,21 +24,6 @@ ALL = ("data", "fsdp", "tensor")
 CPU_BLOCK_BYTES = 2**23
 
 
-def scaled_logits(
-    hidden: jax.Array, head_kernel: jax.Array, *, temperature: jax.Array | float, vocab_size: int
-) -> jax.Array:
-    """Logits [..., V] / temperature in at least float32, ids >= ``vocab_size`` masked.
-
-    ``temperature`` is a scalar or has the leading shape of ``hidden`` [..., D].
-    """
-    dtype = jnp.promote_types(hidden.dtype, jnp.float32)
-    logits = jnp.matmul(hidden, head_kernel.astype(hidden.dtype), preferred_element_type=dtype)
-    logits = logits / jnp.asarray(temperature, dtype)[..., None]
-    if vocab_size < logits.shape[-1]:
-        logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, MASKED_LOGIT)
-    return logits
-
-
 class Vocabulary(NamedTuple):
     """How log-probs are computed.
 

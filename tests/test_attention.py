@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.attention import blocked_attention, cache_attention, plain_attention
+from models.attention import blocked_attention, plain_attention
 
 
 def inputs(T, N, Kv, H, dtype=jnp.float32, B=3):
@@ -58,12 +58,3 @@ def test_blocked_scores_stay_within_a_block_of_queries():
     walk(jax.make_jaxpr(form)(*args[:3], args[3]).jaxpr)
     assert any(s[-1:] == (T,) for s in shapes)  # the walk did reach the scores
     assert not [s for s in shapes if s[-2:] == (T, T)]
-
-
-def test_cache_attention_is_the_last_row_of_causal_attention():
-    q, k, v, _ = inputs(12, 4, 2, 8)
-    lengths = jnp.asarray([12, 5, 1])
-    ones = jnp.ones((3, 12), jnp.int32)
-    out = cache_attention(q[jnp.arange(3), lengths - 1], k, v, lengths)
-    full = plain_attention(q, k, v, ones)
-    np.testing.assert_allclose(out, full[jnp.arange(3), lengths - 1], atol=1e-5)

@@ -34,8 +34,8 @@ def checkpoint(name):
 
 
 def make_engine(parts, *, stop_ids=(), vocab=VOCAB, **options):
-    """Four slots; three prompts share a prefill."""
-    options = {"slots": 4, "burst": 4, "prefill_rows": 3} | options
+    """Four slots, and pages so small that prompts have several."""
+    options = {"slots": 4, "burst": 4, "page": 16} | options
     return Engine(
         *parts, vocab_size=vocab, stop_ids=stop_ids, cache_tokens=CACHE, decode_text=text, **options
     )
@@ -156,12 +156,12 @@ class TestSameBits:
         for target, expected in zip(TARGETS, alone, strict=True):
             assert bits(engine.run([*others, target])[-1]) == expected
 
-    @pytest.mark.parametrize("slots, prefill_rows", [(1, 1), (3, 2), (5, 5), (8, 3)])
-    def test_at_other_shapes(self, slots, prefill_rows):
+    @pytest.mark.parametrize("slots, page", [(1, 64), (3, 32), (5, 8), (8, 16)])
+    def test_at_other_shapes(self, slots, page):
         """A wider model and odd slot counts, where kernels treat some rows apart."""
         model = Qwen(replace(tiny_config(200), num_layers=2), rngs=nnx.Rngs(0))
         engine = make_engine(
-            (model.config, *split_params(model)), slots=slots, vocab=200, prefill_rows=prefill_rows
+            (model.config, *split_params(model)), slots=slots, vocab=200, page=page
         )
         batch = [new_request(i, 1 + (13 * i) % 64, 1 + (5 * i) % 17) for i in range(12)]
         alone = [bits(engine.run([r])[0]) for r in batch]
@@ -176,12 +176,12 @@ class TestSameBits:
         assert len({tuple(result.ids) for result in results}) == 8
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("vocab_size", "temperature"))
-def _score(graphdef, params, tokens, *, temperature, vocab_size):
+@functools.partial(jax.jit, static_argnums=0, static_argnames="vocab_size")
+def _score(graphdef, params, tokens, temperature, *, vocab_size):
     model = nnx.merge(graphdef, params)
     positions = jnp.arange(tokens.shape[1])[None]
     hidden = model(tokens, positions, jnp.ones_like(tokens))
-    everywhere = jnp.ones_like(tokens)
+    everywhere = jnp.ones_like(tokens, bool)
     how = Vocabulary(vocab_size, temperature)
     return token_scores(hidden, tokens, everywhere, *model.head(), how).logp
 
@@ -191,7 +191,7 @@ def learner_logps(parts, prompt_ids, response_ids, temperature):
     ids = [*prompt_ids, *response_ids]
     tokens = np.zeros((1, CACHE), np.int32)  # what follows is seen by no earlier position
     tokens[0, : len(ids)] = ids
-    logps = _score(*parts[1:], tokens, temperature=temperature, vocab_size=VOCAB)
+    logps = _score(*parts[1:], tokens, temperature, vocab_size=VOCAB)
     return np.asarray(logps[0, len(prompt_ids) : len(ids)])
 
 
@@ -357,8 +357,8 @@ class TestStops:
     def test_a_burst_ends_when_its_last_request_does(self, parts):
         engine = make_engine(parts, burst=32)
         engine.run([new_request(0, max_tokens=6), new_request(1, max_tokens=3)])
-        assert engine.stats["decode_steps"] == 5  # the first token comes from the prefill
-        assert engine.stats["decode_tokens"] == 5 + 2
+        assert engine.stats["decode_steps"] == 6
+        assert engine.stats["decode_tokens"] == 6 + 3
 
 
 def decode_steps_of(engine, r):
@@ -387,7 +387,7 @@ class TestSlots:
         whole = engine.run([r])[0]
         stopped = replace(r, stop_strings=(text(whole.ids[:3]),))
         engine.run([new_request(1, max_tokens=2), stopped])  # the second slot's
-        assert decode_steps_of(engine, new_request(1, max_tokens=2)) == 1
+        assert decode_steps_of(engine, new_request(1, max_tokens=2)) == 2
 
     def test_cancel_frees_slots(self, engine):
         expected = bits(engine.run([new_request(9)])[0])
@@ -396,19 +396,19 @@ class TestSlots:
         for uid in uids:  # four run, two wait
             engine.cancel(uid)
         assert engine.idle and engine.step() == []
-        assert decode_steps_of(engine, new_request(1, max_tokens=2)) == 1
+        assert decode_steps_of(engine, new_request(1, max_tokens=2)) == 2
         assert bits(engine.run([new_request(9)])[0]) == expected
 
     @pytest.mark.parametrize("slots", [2, 4, 8])
     def test_a_long_response_holds_up_no_short_ones(self, parts, slots):
-        engine = make_engine(parts, slots=slots, prefill_rows=None)
+        engine = make_engine(parts, slots=slots)
         long = engine.submit(new_request(0, max_tokens=80))
         short = [engine.submit(new_request(i, max_tokens=2)) for i in range(1, 3 * slots)]
         order = []
         while not engine.idle:
             order += [uid for uid, _ in engine.step()]
         assert order[-1] == long and sorted(order[:-1]) == short
-        assert engine.stats["decode_steps"] == 79
+        assert engine.stats["decode_steps"] == 80
 
     def test_cancel_of_what_is_gone_does_nothing(self, engine):
         uid = engine.submit(new_request(0))
@@ -439,7 +439,7 @@ class TestSlots:
             assert len(d.ids) == len(d.logps) <= r.max_tokens
             assert (d.ids[-1] in (5, 6)) == (d.stop_reason == "stop")
             assert d.stop_reason == "stop" or len(d.ids) == r.max_tokens
-        assert engine.stats["prefill_tokens"] >= sum(len(r.prompt_ids) for r in requests)
+        assert engine.stats["prompt_tokens"] >= sum(len(r.prompt_ids) for r in requests)
 
 
 class TestWeights:

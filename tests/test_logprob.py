@@ -14,7 +14,6 @@ from srpo_jax import logprob
 from srpo_jax.logprob import (
     Vocabulary,
     chunk_tokens,
-    scaled_logits,
     token_gradients,
     token_scores,
 )
@@ -215,13 +214,6 @@ def test_hidden_states_that_score_nothing_are_not_seen(bad, shape):
     )
     d_hidden = np.asarray(usual[1])
     assert d_hidden[scoring].all() and not d_hidden[~scoring].any()
-
-
-def test_a_temperature_for_each_row_scales_that_row():
-    hidden, _, head, _ = case()
-    temperatures = jnp.linspace(0.5, 2, B)
-    got = scaled_logits(hidden[:, 0], head.T, temperature=temperatures, vocab_size=V)
-    np.testing.assert_allclose(got, (hidden[:, 0] @ head.T) / temperatures[:, None], rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -533,4 +533,4 @@ class TestWithAModel:
         assert engine.idle
         steps = engine.stats["decode_steps"]
         make(TwoTurns()).run(plans[:1], replace(self.CONFIG, response_tokens=2))
-        assert engine.stats["decode_steps"] == steps + 3  # one a call: no slot was left running
+        assert engine.stats["decode_steps"] == steps + 6  # two a call: no slot was left running

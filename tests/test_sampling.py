@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from srpo_jax.engine.sampling import draw, inverse_cdf, row_uniforms, truncate
-from srpo_jax.logprob import Vocabulary, scaled_logits, token_scores
+from srpo_jax.engine.sampling import BLOCK, draw, inverse_cdf, row_uniforms, token_logits, truncate
+from srpo_jax.logprob import Vocabulary, token_scores
 
 BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 inverse_cdf = jax.jit(inverse_cdf)
@@ -18,13 +18,14 @@ inverse_cdf = jax.jit(inverse_cdf)
 
 def ids_of(probs, uniforms):
     """The ids that one distribution gives for many uniforms."""
-    rows = jnp.broadcast_to(jnp.asarray(probs, jnp.float32), (len(uniforms), len(probs)))
-    return np.asarray(inverse_cdf(rows, jnp.asarray(uniforms, jnp.float32)))
+    probs = np.pad(np.asarray(probs, np.float32), (0, -len(probs) % BLOCK)).reshape(-1, BLOCK, 1)
+    columns = jnp.broadcast_to(probs, (*probs.shape[:2], len(uniforms)))
+    return np.asarray(inverse_cdf(columns, jnp.asarray(uniforms, jnp.float32)))
 
 
 def sample(logits, uniform, *, greedy=False, top_p=1.0, top_k=0):
-    logits = jnp.asarray(logits, jnp.float32)[None]
-    token, logp = draw(
+    logits = jnp.asarray(logits, jnp.float32)[:, None]
+    token, logp, _ = draw(
         logits, jnp.array([uniform]), jnp.array([greedy]), jnp.array([top_p]), jnp.array([top_k]),
         truncated=top_p < 1 or top_k > 0,
     )  # fmt: skip
@@ -153,8 +154,8 @@ def test_greedy_takes_the_argmax_and_its_log_prob():
 def test_temperature_scales_the_logits_before_the_softmax():
     """Case S17: a temperature of 0.5 and logits 2, 1, 0."""
     hidden, head = jnp.ones((1, 1)), jnp.array([[2.0, 1.0, 0.0]])
-    logits = scaled_logits(hidden, head, temperature=jnp.array([0.5]), vocab_size=3)
-    token, logp = sample(logits[0], 0.0)
+    logits = token_logits(hidden, head.T, jnp.array([0.5]), vocab_size=3)
+    token, logp = sample(logits[:, 0], 0.0)
     assert token == 0
     assert logp == pytest.approx(-0.14293162849989915, abs=1e-6)
     both = jnp.ones((1, 2), bool)
@@ -167,7 +168,7 @@ def test_temperature_scales_the_logits_before_the_softmax():
 def test_rows_past_the_tokenizer_are_neither_sampled_nor_scored():
     """Case S18: 16 embedding rows, 8 ids, and the largest logit at row 12."""
     head = jnp.zeros((1, 16)).at[0, 12].set(50.0).at[0, 3].set(1.0)
-    logits = scaled_logits(jnp.ones((1, 1)), head, temperature=1.0, vocab_size=8)[0]
+    logits = token_logits(jnp.ones((1, 1)), head.T, jnp.ones(1), vocab_size=8)[:, 0]
     tokens = {sample(logits, u)[0] for u in (0.0, 0.2, 0.5, 0.9, 0.9999, BELOW_ONE)}
     assert max(tokens) == 7 and 3 in tokens
     greedy, logp = sample(logits, 0.5, greedy=True)

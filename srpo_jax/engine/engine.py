@@ -1,15 +1,18 @@
-"""Continuous batching over fixed slots: one plain, deterministic scheduler.
+"""Continuous batching over fixed slots and a paged cache: one plain, deterministic scheduler.
 
-``submit`` queues a request, ``step`` admits waiting requests to free slots, runs one decode burst
-and returns what finished. A result depends on the request and on shapes fixed for the run, never on
-slot, neighbours or order of admission: prompts are prefilled in buckets chosen by their own length,
-``prefill_rows`` at a time, and every draw is keyed by the request's own key and position.
+``submit`` queues a request, ``step`` gives free slots to requests whose prompts are in the cache,
+runs one decode burst, and prepares the next requests while the device is busy. A request is
+prepared, in order of submission, once the pages for its whole length are there, so what runs always
+ends and frees its pages: nothing waits for itself.
+
+A result depends on the request and on shapes fixed for the run, never on slot, neighbours or order
+of admission. A page of a prompt is a function of the ids up to its end, so it does not matter which
+request computed it, and every draw is keyed by the request's own key and position.
 """
 
 from __future__ import annotations
 
 import collections
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,68 +22,45 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
-from srpo_jax.buckets import bucket
-from srpo_jax.engine.programs import Sampling, compiled_programs, new_state, prepare_weights
+from srpo_jax.engine.pages import UNUSED, Node, PageStore
+from srpo_jax.engine.plan import RowPages, Shapes, decode_work, pages_of, prefill_pages
+from srpo_jax.engine.programs import (
+    Plan,
+    Sampling,
+    Slots,
+    compiled_programs,
+    new_state,
+    prepare_weights,
+)
+from srpo_jax.engine.requests import TOP_LOGPS, Completion, PromptTooLong, Request
 
-
-class PromptTooLong(ValueError):
-    """A prompt that does not fit; says its length and the limit."""
-
-
-def request_key(*ids: int) -> tuple[int, int]:
-    """Key data of a request from the integers that identify it, equal on every process.
-
-    The ids are (run seed, 0 train or 1 evaluation, step, task slot, rollout, call, member).
-    """
-    digest = hashlib.blake2b(np.asarray(ids, "<i8").tobytes(), digest_size=8).digest()
-    a, b = np.frombuffer(digest, "<u4")
-    return int(a), int(b)
-
-
-@dataclass(frozen=True)
-class Request:
-    """One generation. Temperature 0 is greedy; top_p and top_k are for evaluation only.
-
-    ``stop_strings`` end the response with the token that completes one of them.
-    """
-
-    prompt_ids: Sequence[int]
-    key: tuple[int, int]
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_strings: tuple[str, ...] = ()
-
-    @property
-    def truncated(self) -> bool:
-        return self.top_p < 1.0 or self.top_k > 0
-
-
-@dataclass
-class Completion:
-    """The sampled ids (stop id included), their log-probs under the learner's distribution,
-    "stop" or "length", and the version of the weights that sampled them."""
-
-    ids: list[int]
-    logps: np.ndarray
-    stop_reason: str
-    version: int
+PAGE = 64  # tokens
+# Tokens of one prefill: enough for the full speed of the products. One size alone, because a row's
+# bits can change with the number of rows beside it (seen on CPU at small widths).
+PREFILL_TOKENS = {"cpu": 256}
+OTHER_PREFILL_TOKENS = 1024
 
 
 @dataclass
 class _Running:
+    """A request and what it holds: the pages of its prompt but for the last token, and its own."""
+
     uid: int
     request: Request
+    nodes: list[Node] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
+    tops: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
 
 
 class Engine:
-    """A batch of ``slots`` requests on one device, each with ``cache_tokens`` positions.
+    """Up to ``slots`` requests at once on one device, each with at most ``cache_tokens`` tokens.
 
     ``vocab_size`` is the tokenizer's length; ``stop_ids`` the union of every declared end id;
-    ``decode_text`` (ids -> str) is needed for stop strings only.
+    ``decode_text`` (ids -> str) is needed for stop strings only. ``budget_tokens`` bounds the cache
+    (None: every slot can have a request of the full length), ``store_tokens`` the part of it that
+    keeps prompts which no request holds (None: whatever is free).
     """
 
     def __init__(
@@ -94,7 +74,9 @@ class Engine:
         slots: int,
         cache_tokens: int,
         burst: int = 16,
-        prefill_rows: int | None = None,
+        budget_tokens: int | None = None,
+        store_tokens: int | None = None,
+        page: int = PAGE,
         dtype: Any = jnp.float32,
         decode_text: Callable[[list[int]], str] | None = None,
         device: jax.Device | None = None,
@@ -102,28 +84,38 @@ class Engine:
     ):
         self.slots = slots
         self.cache_tokens = cache_tokens
-        # Admission waits for this many free slots: few, so that a long response idles few of them.
-        self.prefill_rows = prefill_rows or max(1, min(slots // 4, 8))
         self.stats: collections.Counter[str] = collections.Counter()
+        self._burst = burst
         self._stop_ids = frozenset(int(i) for i in stop_ids)
         self._decode_text = decode_text
         self._embedded = config.vocab_size
         self._device = device or jax.local_devices()[0]
+        self._shapes = Shapes(slots, page, cache_tokens)
+        tokens = PREFILL_TOKENS.get(self._device.platform, OTHER_PREFILL_TOKENS)
+        self._prefill_pages = pages_of(tokens, page)
+        one = pages_of(cache_tokens, page) + 1  # a request's prompt and response are rounded up
+        count = slots * one if budget_tokens is None else budget_tokens // page
+        if count < one:
+            raise ValueError(
+                f"budget_tokens is {budget_tokens}; one request of {cache_tokens} tokens needs "
+                f"{one * page}"
+            )
+        self._store = PageStore(count + 1, page, store_tokens and store_tokens // page)
         self._prepare = jax.jit(lambda p: prepare_weights(graphdef, p, dtype))
-        self._prefill, self._decode, self._release = compiled_programs(
-            config=config,
-            vocab_size=vocab_size,
-            stop_ids=tuple(sorted(self._stop_ids)),
-            steps=burst,
+        self._prefill, self._decode = compiled_programs(
+            config, vocab_size, tuple(sorted(self._stop_ids)), burst
         )
-        self._state = jax.device_put(new_state(config, slots, cache_tokens, dtype), self._device)
+        state = new_state(config, slots, count + 1, page, decode_work({}, self._shapes), dtype)
+        self._state = jax.device_put(state, self._device)
         self._waiting: collections.deque[_Running] = collections.deque()
+        self._ready: collections.deque[_Running] = collections.deque()
         self._running: dict[int, _Running] = {}
         self._uids = 0
         self.set_weights(params, version)
 
     def set_weights(self, params: dict, version: int) -> None:
-        """Replaces the weights between calls; running requests would mix policies, so none may run.
+        """Replaces the weights between calls and forgets the stored prompts; running requests would
+        mix policies, so none may run.
 
         Raises RuntimeError if any does.
         """
@@ -131,6 +123,11 @@ class Engine:
             raise RuntimeError(
                 f"{len(self._running)} requests are running: weights change between batches"
             )
+        while self._ready:
+            waiting = self._ready.pop()
+            self._release(waiting)
+            self._waiting.appendleft(waiting)
+        self._store.clear()
         self._weights = self._prepare(jax.device_put(params, self._device))
         self.version = version
 
@@ -150,6 +147,8 @@ class Engine:
             raise ValueError(f"max_tokens must be at least 1, got {request.max_tokens}")
         if request.stop_strings and self._decode_text is None:
             raise ValueError("stop_strings need an engine with decode_text")
+        if not 0 <= request.top_logps <= min(TOP_LOGPS, self._embedded):
+            raise ValueError(f"top_logps is {request.top_logps}, the most is {TOP_LOGPS}")
         top = max(request.prompt_ids)
         if top >= self._embedded or min(request.prompt_ids) < 0:
             raise ValueError(f"prompt id {top} is not among the {self._embedded} embedded ids")
@@ -160,31 +159,45 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        return not self._waiting and not self._running
+        return not self._waiting and not self._ready and not self._running
 
     def cancel(self, uid: int) -> None:
-        """Drops a request, waiting or running; its slot is free at once."""
+        """Drops a request, waiting or running; its slot and its pages are free at once."""
         self._waiting = collections.deque(w for w in self._waiting if w.uid != uid)
-        slots = [slot for slot, run in self._running.items() if run.uid == uid]
-        self._free(slots)
+        for ready in [r for r in self._ready if r.uid == uid]:
+            self._ready.remove(ready)
+            self._release(ready)
+        for slot in [slot for slot, run in self._running.items() if run.uid == uid]:
+            self._release(self._running.pop(slot))
 
     def compile_count(self) -> int:
         """Programs compiled so far: constant after warm-up."""
-        programs = (self._prefill, self._decode, self._release, self._prepare)
+        programs = (self._prefill, self._decode, self._prepare)
         return sum(p._cache_size() for p in programs)
 
     def step(self) -> list[tuple[int, Completion]]:
         """Admits, decodes one burst and returns (uid, completion) of what finished."""
-        finished = self._admit()
-        if self._running:
-            truncated = any(r.request.truncated for r in self._running.values())
-            self._state, burst = self._decode(self._weights, self._state, truncated=truncated)
-            tokens, logps, counts = jax.device_get(burst)
-            self.stats["decode_steps"] += int(counts.max(initial=0))
-            self.stats["decode_tokens"] += int(counts.sum())
-            for slot in list(self._running):
-                n = int(counts[slot])
-                finished += self._extend(slot, tokens[slot, :n], logps[slot, :n])
+        free = [slot for slot in range(self.slots) if slot not in self._running]
+        self._prepare_requests(len(free))
+        admitted = {}
+        while free and self._ready:
+            slot = free.pop(0)
+            admitted[slot] = self._running[slot] = self._ready.popleft()
+        if not self._running:
+            return []
+        requests = [running.request for running in self._running.values()]
+        self._state, burst = self._decode(
+            self._weights, self._state, self._plan(admitted),
+            truncated=any(r.truncated for r in requests), top=any(r.top_logps for r in requests),
+        )  # fmt: skip
+        # The device is busy: what comes next is looked up and queued behind the burst.
+        self._prepare_requests(max(1, self.slots // 4))
+        burst = jax.device_get(burst)
+        self.stats["decode_steps"] += int(burst.counts.max(initial=0))
+        self.stats["decode_tokens"] += int(burst.counts.sum())
+        finished = []
+        for slot in list(self._running):
+            finished += self._extend(slot, burst)
         return finished
 
     def run(self, requests: Sequence[Request]) -> list[Completion]:
@@ -196,76 +209,85 @@ class Engine:
                 results[order[uid]] = completion
         return results
 
-    def _admit(self) -> list[tuple[int, Completion]]:
-        free = [s for s in range(self.slots) if s not in self._running]
-        # A prefill costs the same for one prompt as for prefill_rows: wait until it can be filled.
-        worthwhile = min(self.prefill_rows, len(self._waiting))
-        if not self._waiting or (self._running and len(free) < worthwhile):
-            return []
-        groups: dict[int, list[_Running]] = collections.defaultdict(list)
-        for _ in range(min(len(free), len(self._waiting))):
-            waiting = self._waiting.popleft()
-            size = min(bucket(len(waiting.request.prompt_ids), 32), self.cache_tokens)
-            groups[size].append(waiting)
-        finished = []
-        for size, group in sorted(groups.items()):
-            for i in range(0, len(group), self.prefill_rows):
-                chunk = group[i : i + self.prefill_rows]
-                taken, free = free[: len(chunk)], free[len(chunk) :]
-                finished += self._prefill_chunk(size, chunk, taken)
-        return finished
+    def _prepare_requests(self, count: int) -> None:
+        """Gets up to ``count`` requests ready: takes their pages and queues their prefill."""
+        new: list[Node] = []
+        while self._waiting and len(self._ready) < count:
+            request = self._waiting[0].request
+            own = pages_of(request.max_tokens, self._shapes.page)
+            prompt = tuple(request.prompt_ids[:-1])
+            if not self._store.fits(prompt, own):
+                break
+            ready = self._waiting.popleft()
+            ready.nodes, stored = self._store.hold(prompt)
+            ready.own = self._store.take(own)
+            new += ready.nodes[stored:]
+            self._ready.append(ready)
+            self.stats["prompt_tokens"] += len(request.prompt_ids)
+        while new:
+            size = self._prefill_pages
+            part, new = new[:size], new[size:]
+            self._state = self._prefill(
+                self._weights, self._state, prefill_pages(part, size, self._shapes)
+            )
+            self.stats["prefill_tokens"] += sum(len(node.ids) for node in part)
+            self.stats["prefill_padded_tokens"] += size * self._shapes.page
 
-    def _prefill_chunk(self, size, chunk, slots):
-        P = self.prefill_rows
-        tokens = np.zeros((P, size), np.int32)
-        lengths, limits = np.ones(P, np.int32), np.ones(P, np.int32)
-        rows = np.full(P, self.slots, np.int32)
-        temperature, top_p = np.ones(P, np.float32), np.ones(P, np.float32)
-        top_k, keys = np.zeros(P, np.int32), np.zeros((P, 2), np.uint32)
-        for i, (running, slot) in enumerate(zip(chunk, slots, strict=True)):
+    def _plan(self, admitted: dict[int, _Running]) -> Plan:
+        B = self.slots
+        alive, admit = np.zeros(B, bool), np.zeros(B, bool)
+        last, prompt, limit = np.zeros((3, B), np.int32)
+        temperature, top_p = np.ones((2, B), np.float32)
+        top_k, keys = np.zeros(B, np.int32), np.zeros((B, 2), np.uint32)
+        own = np.full((B, self._shapes.row_pages), UNUSED, np.int32)
+        rows = {}
+        for slot, running in self._running.items():
+            alive[slot] = True
+            own[slot, : len(running.own)] = running.own
+            reached = pages_of(len(running.ids) + self._burst, self._shapes.page)
+            rows[slot] = RowPages(running.nodes, running.own[:reached])
+        for slot, running in admitted.items():
             r = running.request
-            lengths[i], limits[i], rows[i] = len(r.prompt_ids), r.max_tokens, slot
-            tokens[i, : lengths[i]] = r.prompt_ids
-            temperature[i], top_p[i], top_k[i], keys[i] = r.temperature, r.top_p, r.top_k, r.key
-            self._running[slot] = running
-        truncated = any(running.request.truncated for running in chunk)
-        self._state, drawn, logps = self._prefill(
-            self._weights, self._state, tokens, lengths, rows, limits,
-            Sampling(temperature, top_p, top_k, keys), truncated=truncated,
+            admit[slot], last[slot], prompt[slot] = True, r.prompt_ids[-1], len(r.prompt_ids) - 1
+            limit[slot], temperature[slot] = r.max_tokens, r.temperature
+            top_p[slot], top_k[slot], keys[slot] = r.top_p, r.top_k, r.key
+        new = Slots(
+            last, prompt, np.zeros(B, np.int32), limit, admit,
+            Sampling(temperature, top_p, top_k, keys),
         )  # fmt: skip
-        drawn, logps = jax.device_get((drawn, logps))
-        self.stats["prefill_tokens"] += int(sum(len(r.request.prompt_ids) for r in chunk))
-        self.stats["prefill_padded_tokens"] += P * size
-        finished = []
-        for i, slot in enumerate(slots):
-            finished += self._extend(slot, drawn[i : i + 1], logps[i : i + 1])
-        return finished
+        # Ending a burst costs little beside its steps, an idle slot a share of every step.
+        waits = bool(self._waiting or self._ready)
+        enough = max(1, B // 16) if waits else B
+        return Plan(alive, admit, new, own, decode_work(rows, self._shapes), np.int32(enough))
 
-    def _extend(self, slot, tokens, logps) -> list[tuple[int, Completion]]:
-        """Adds drawn tokens to a slot's request; frees the slot and returns it when it is done."""
-        running = self._running[slot]
-        running.ids += tokens.tolist()
-        running.logps += logps.tolist()
+    def _extend(self, slot: int, burst: Any) -> list[tuple[int, Completion]]:
+        """Adds what a slot drew to its request; frees the slot and returns it when it is done."""
+        running, n = self._running[slot], int(burst.counts[slot])
         request = running.request
+        running.ids += burst.tokens[slot, :n].tolist()
+        running.logps += burst.logps[slot, :n].tolist()
+        if request.top_logps:
+            k = request.top_logps
+            running.tops.append((burst.top_ids[slot, :n, :k], burst.top_logps[slot, :n, :k]))
         reason = None
         if running.ids and running.ids[-1] in self._stop_ids:
             reason = "stop"
         elif len(running.ids) >= request.max_tokens:
             reason = "length"
-        on_device = reason is None
-        end = self._stop_string_end(running, len(tokens))
+        end = self._stop_string_end(running, n)
         if end is not None:
             running.ids, running.logps, reason = running.ids[:end], running.logps[:end], "stop"
         if reason is None:
             return []
-        if on_device:
-            self._free([slot])
-        else:
-            del self._running[slot]
-        logps = np.asarray(running.logps, np.float32)
-        return [(running.uid, Completion(running.ids, logps, reason, self.version))]
+        self._release(self._running.pop(slot))
+        done = Completion(running.ids, np.asarray(running.logps, np.float32), reason, self.version)
+        if request.top_logps:
+            ids, logps = zip(*running.tops, strict=True)
+            done.top_ids = np.concatenate(ids)[: len(running.ids)]
+            done.top_logps = np.concatenate(logps)[: len(running.ids)]
+        return [(running.uid, done)]
 
-    def _stop_string_end(self, running, new: int) -> int | None:
+    def _stop_string_end(self, running: _Running, new: int) -> int | None:
         """The number of tokens that complete the earliest stop string, or None."""
         strings = running.request.stop_strings
         if not strings or not any(s in self._decode_text(running.ids) for s in strings):
@@ -275,12 +297,8 @@ class Engine:
                 return end
         return None
 
-    def _free(self, slots: Sequence[int]) -> None:
-        """Ends slots that the device still holds active."""
-        if not slots:
-            return
-        padded = np.full(self.slots, self.slots, np.int32)
-        padded[: len(slots)] = slots
-        self._state = self._release(self._state, padded)
-        for slot in slots:
-            del self._running[slot]
+    def _release(self, running: _Running) -> None:
+        """Frees the pages of a request that ended, was cancelled or goes back to wait."""
+        self._store.release(running.nodes)
+        self._store.give_back(running.own)
+        running.nodes, running.own = [], []

@@ -1,6 +1,6 @@
-"""The engine's device programs: prefill some slots, decode all of them for a burst of steps.
+"""The engine's device programs: fill pages of prompts, decode all slots for a burst of steps.
 
-Axes: B slots, P prompts of one prefill, T prompt bucket, C cache positions, L layers, V vocabulary.
+Axes: B slots, S pages of one prefill, P tokens of a page, J pages of a row, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,45 +12,84 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention import cache_attention, causal_attention
+from models.cache_attention import (
+    Pages,
+    Partial,
+    Work,
+    cache_attention,
+    new_pages,
+    new_partial,
+    page_attention,
+    write_pages,
+    write_tokens,
+)
 from models.config import ModelConfig
 from models.qwen import Qwen, rope_tables
-from srpo_jax.engine.sampling import draw, row_uniforms
-from srpo_jax.logprob import scaled_logits
+from srpo_jax.engine.requests import TOP_LOGPS
+from srpo_jax.engine.sampling import draw, row_uniforms, token_logits
 
 
 class Sampling(NamedTuple):
-    """How each row samples: temperature 0 is greedy; keys [*, 2] uint32 name the request."""
+    """How each row samples: temperature 0 is greedy; keys [B, 2] uint32 name the request."""
 
     temperature: jax.Array  # float32
     top_p: jax.Array  # float32
     top_k: jax.Array  # int32, 0 = off
-    keys: jax.Array  # uint32 [*, 2]
+    keys: jax.Array  # uint32 [B, 2]
+
+
+class Slots(NamedTuple):
+    """One request each, [B]."""
+
+    last: jax.Array  # int32: the token that is fed next
+    prompt: jax.Array  # int32: tokens in the prompt's pages, all but the prompt's last
+    drawn: jax.Array  # int32: tokens drawn so far, which equals those fed
+    limit: jax.Array  # int32: tokens to draw at most
+    active: jax.Array  # bool
+    sampling: Sampling
 
 
 class EngineState(NamedTuple):
-    """Everything that decoding changes; donated to every program."""
+    """Everything that a program changes; donated to every program."""
 
-    k: tuple[jax.Array, ...]  # L times [B, C, Kv, H]
-    v: tuple[jax.Array, ...]
-    length: jax.Array  # [B] int32: tokens whose keys are cached
-    last: jax.Array  # [B] int32: drawn, not yet fed
-    drawn: jax.Array  # [B] int32: tokens drawn so far
-    limit: jax.Array  # [B] int32: tokens to draw at most
-    active: jax.Array  # [B] bool
-    sampling: Sampling  # [B]
+    cache: tuple[Pages, ...]  # of each layer
+    slots: Slots
+    partial: Partial
+
+
+class Plan(NamedTuple):
+    """What the host decides for one burst."""
+
+    alive: jax.Array  # [B] bool: slots whose request still runs, as far as the host knows
+    admit: jax.Array  # [B] bool: slots that get a new request
+    new: Slots  # what they get
+    own: jax.Array  # [B, J] int32: the pages of each slot's own tokens; UNUSED past them
+    work: Work
+    enough: jax.Array  # [] int32: the burst ends early when so many requests have
 
 
 class Burst(NamedTuple):
-    """What a program drew: tokens, log-probs [B, steps] and how many of them count per slot."""
+    """What a burst drew, [B, steps], and how many of them count per slot [B]; the best ids and
+    their log-probs [B, steps, TOP_LOGPS], or None."""
 
     tokens: jax.Array
     logps: jax.Array
     counts: jax.Array
+    top_ids: jax.Array | None
+    top_logps: jax.Array | None
+
+
+class Prefill(NamedTuple):
+    """S pages of prompts. Unused ones write to UNUSED and have depth 0."""
+
+    tokens: jax.Array  # [S, P] int32
+    page: jax.Array  # [S] int32: where they are stored
+    context: jax.Array  # [S, J] int32: their prompts' pages up to and including them
+    depth: jax.Array  # [S] int32: how many those are
 
 
 class Weights(NamedTuple):
-    """Decode-time layout: per-layer arrays (no slicing of stacks) and a [D, V] head."""
+    """Decode-time layout: per-layer arrays (no slicing of stacks) and a [V, D] head."""
 
     embed: Any
     layers: tuple[Any, ...]
@@ -59,180 +98,167 @@ class Weights(NamedTuple):
 
 
 def prepare_weights(graphdef: Any, params: dict, dtype: Any) -> Weights:
-    """Unstacks the layers and transposes a tied head, in the engine's dtype."""
+    """Unstacks the layers in the engine's dtype; a tied head is the embedding itself."""
     params = jax.tree.map(lambda a: a.astype(dtype), params)
     model: Qwen = nnx.merge(graphdef, params)
     layers = tuple(
         jax.tree.map(lambda a, i=i: a[i], model.layers) for i in range(model.config.num_layers)
     )
-    return Weights(model.embed, layers, model.norm, model.head_kernel())
+    head, vocab_axis = model.head()
+    return Weights(model.embed, layers, model.norm, head if vocab_axis == 0 else head.T)
 
 
-def new_state(config: ModelConfig, slots: int, cache: int, dtype: Any) -> EngineState:
-    """An empty state: no slot is active."""
-    shape = (slots, cache, config.num_kv_heads, config.head_dim)
+def empty_slots(slots: int) -> Slots:
+    """No slot is active."""
 
     def zeros(kind):
         return jnp.zeros(slots, kind)
 
-    return EngineState(
-        k=tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)),
-        v=tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)),
-        length=zeros(jnp.int32),
-        last=zeros(jnp.int32),
-        drawn=zeros(jnp.int32),
-        limit=zeros(jnp.int32),
-        active=zeros(bool),
-        sampling=Sampling(
-            jnp.ones(slots, jnp.float32), jnp.ones(slots, jnp.float32), zeros(jnp.int32),
-            jnp.zeros((slots, 2), jnp.uint32),
-        ),
+    def ones():  # a donated state holds every buffer once
+        return jnp.ones(slots, jnp.float32)
+
+    return Slots(
+        last=zeros(jnp.int32), prompt=zeros(jnp.int32), drawn=zeros(jnp.int32),
+        limit=zeros(jnp.int32), active=zeros(bool),
+        sampling=Sampling(ones(), ones(), zeros(jnp.int32), jnp.zeros((slots, 2), jnp.uint32)),
     )  # fmt: skip
 
 
-def _draw(hidden, head, sampling: Sampling, drawn, vocab_size, truncated):
-    greedy = sampling.temperature == 0.0
-    scale = jnp.where(greedy, 1.0, sampling.temperature)
-    logits = scaled_logits(hidden, head, temperature=scale, vocab_size=vocab_size)
-    uniforms = row_uniforms(sampling.keys, drawn)
-    return draw(logits, uniforms, greedy, sampling.top_p, sampling.top_k, truncated=truncated)
-
-
-def _is_stop(tokens, stop_ids):
-    return jnp.isin(tokens, jnp.asarray(stop_ids, jnp.int32))
+def new_state(
+    config: ModelConfig, slots: int, pages: int, page: int, work: Work, dtype: Any
+) -> EngineState:
+    """An empty cache of ``pages`` pages and no active slot, for work of the shape of ``work``."""
+    kv, width = config.num_kv_heads, config.head_dim
+    return EngineState(
+        cache=tuple(new_pages(pages, page, kv, width, dtype) for _ in range(config.num_layers)),
+        slots=empty_slots(slots),
+        partial=new_partial(*work.rows.shape, kv, config.num_heads // kv, width),
+    )
 
 
 def prefill(
-    weights: Weights,
-    state: EngineState,
-    tokens_PT: jax.Array,
-    lengths_P: jax.Array,
-    slots_P: jax.Array,
-    limits_P: jax.Array,
-    sampling_P: Sampling,
-    *,
-    config: ModelConfig,
-    vocab_size: int,
-    stop_ids: tuple[int, ...],
-    truncated: bool,
-) -> tuple[EngineState, jax.Array, jax.Array]:
-    """Runs P prompts, fills their slots' caches and draws their first tokens.
+    weights: Weights, state: EngineState, pages: Prefill, *, config: ModelConfig
+) -> EngineState:
+    """Computes the keys and values of whole pages of prompts. Draws nothing: a prompt's last token
+    is fed by the first decode step."""
+    S, P = pages.tokens.shape
+    positions = jnp.maximum(pages.depth - 1, 0)[:, None] * P + jnp.arange(P)
+    x = weights.embed(pages.tokens.reshape(-1))
+    rope = rope_tables(config, positions.reshape(-1), x.dtype)
+    caches = []
+    for layer, cache in zip(weights.layers, state.cache, strict=True):
 
-    Unused rows have a slot past the last: their writes are dropped. Returns the state, tokens
-    [P] and log-probs [P].
-    """
-    P, T = tokens_PT.shape
-    positions = jnp.broadcast_to(jnp.arange(T), (P, T))
-    segments = (positions < lengths_P[:, None]).astype(jnp.int32)
-    x = weights.embed(tokens_PT)
-    rope = rope_tables(config, positions, x.dtype)
+        def attend(q, k, v, cache=cache):
+            q, k, v = (a.reshape(S, P, *a.shape[1:]) for a in (q, k, v))
+            cache = write_pages(cache, k, v, pages.page)
+            out = page_attention(q, cache, pages.context, pages.depth)
+            return out.reshape(S * P, *out.shape[2:]), cache
 
-    def attend(q, k, v):
-        return causal_attention(q, k, v, segments), (k, v)
-
-    ks, vs = [], []
-    for layer, k_cache, v_cache in zip(weights.layers, state.k, state.v, strict=True):
-        x, (k, v) = layer(x, rope, attend)
-        ks.append(k_cache.at[slots_P, :T].set(k, mode="drop"))
-        vs.append(v_cache.at[slots_P, :T].set(v, mode="drop"))
-    last = jnp.take_along_axis(x, (lengths_P - 1)[:, None, None], axis=1)[:, 0]
-    zero = jnp.zeros(P, jnp.int32)
-    drawn, logps = _draw(weights.norm(last), weights.head, sampling_P, zero, vocab_size, truncated)
-
-    def put(old, new):
-        return old.at[slots_P].set(new, mode="drop")
-
-    state = EngineState(
-        k=tuple(ks),
-        v=tuple(vs),
-        length=put(state.length, lengths_P),
-        last=put(state.last, drawn),
-        drawn=put(state.drawn, zero + 1),
-        limit=put(state.limit, limits_P),
-        active=put(state.active, ~_is_stop(drawn, stop_ids) & (limits_P > 1)),
-        sampling=jax.tree.map(put, state.sampling, sampling_P),
-    )
-    return state, drawn, logps
+        x, cache = layer(x, rope, attend)
+        caches.append(cache)
+    return state._replace(cache=tuple(caches))
 
 
 def decode(
     weights: Weights,
     state: EngineState,
+    plan: Plan,
     *,
     steps: int,
     config: ModelConfig,
     vocab_size: int,
     stop_ids: tuple[int, ...],
     truncated: bool,
+    top: bool,
 ) -> tuple[EngineState, Burst]:
-    """Draws up to ``steps`` tokens for every active slot; ends early when none is active."""
-    B = state.length.shape[0]
-    rows = jnp.arange(B)
+    """Admits the plan's requests and draws up to ``steps`` tokens for every active slot.
+
+    Ends early when none is active or ``plan.enough`` requests have ended.
+    """
+    slots = jax.tree.map(
+        lambda new, old: jnp.where(plan.admit.reshape(-1, *[1] * (old.ndim - 1)), new, old),
+        plan.new, state.slots,
+    )  # fmt: skip
+    slots = slots._replace(active=slots.active & plan.alive)
+    B = slots.last.shape[0]
+    P = state.cache[0].v.shape[2]
+    sampling = slots.sampling
+    greedy = sampling.temperature == 0.0
+    temperature = jnp.where(greedy, 1.0, sampling.temperature)
+    running = slots.active.sum()
+
+    def goes_on(carry):
+        n, state, _ = carry
+        left = state.slots.active.sum()
+        return (n < steps) & (left > 0) & (running - left < plan.enough)
 
     def step(carry):
         n, state, burst = carry
-        x = weights.embed(state.last)
-        rope = rope_tables(config, state.length, x.dtype)
-        ks, vs = [], []
-        for layer, k_cache, v_cache in zip(weights.layers, state.k, state.v, strict=True):
+        slots, partial = state.slots, state.partial
+        x = weights.embed(slots.last)
+        rope = rope_tables(config, slots.prompt + slots.drawn, x.dtype)
+        block = jnp.minimum(slots.drawn // P, plan.own.shape[1] - 1)
+        page = jnp.take_along_axis(plan.own, block[:, None], axis=1)[:, 0]
+        caches = []
+        for layer, cache in zip(weights.layers, state.cache, strict=True):
 
-            def attend(q, k, v, k_cache=k_cache, v_cache=v_cache):
-                k_cache = k_cache.at[rows, state.length].set(k, mode="drop")
-                v_cache = v_cache.at[rows, state.length].set(v, mode="drop")
-                return cache_attention(q, k_cache, v_cache, state.length + 1), (k_cache, v_cache)
+            def attend(q, k, v, cache=cache, partial=partial):
+                cache = write_tokens(cache, k, v, page, slots.drawn % P)
+                out, partial = cache_attention(q, cache, plan.work, slots.drawn + 1, partial)
+                return out, (cache, partial)
 
-            x, (k_cache, v_cache) = layer(x, rope, attend)
-            ks.append(k_cache)
-            vs.append(v_cache)
-        tokens, logps = _draw(
-            weights.norm(x), weights.head, state.sampling, state.drawn, vocab_size, truncated
+            x, (cache, partial) = layer(x, rope, attend)
+            caches.append(cache)
+        logits = token_logits(weights.norm(x), weights.head, temperature, vocab_size)
+        uniforms = row_uniforms(sampling.keys, slots.drawn)
+        tokens, logps, log_z = draw(
+            logits, uniforms, greedy, sampling.top_p, sampling.top_k, truncated=truncated
         )
-        active = state.active
-        drawn = state.drawn + active
-        burst = Burst(
-            burst.tokens.at[:, n].set(tokens),
-            burst.logps.at[:, n].set(logps),
-            burst.counts + active,
+        active = slots.active
+        burst = burst._replace(
+            tokens=burst.tokens.at[:, n].set(tokens),
+            logps=burst.logps.at[:, n].set(logps),
+            counts=burst.counts + active,
         )
-        state = state._replace(
-            k=tuple(ks),
-            v=tuple(vs),
-            length=state.length + active,
-            last=jnp.where(active, tokens, state.last),
+        if top:
+            best, ids = jax.lax.top_k(logits.T, burst.top_ids.shape[-1])
+            burst = burst._replace(
+                top_ids=burst.top_ids.at[:, n].set(ids),
+                top_logps=burst.top_logps.at[:, n].set(best - log_z[:, None]),
+            )
+        drawn = slots.drawn + active
+        stop = jnp.isin(tokens, jnp.asarray(stop_ids, jnp.int32))
+        slots = slots._replace(
+            last=jnp.where(active, tokens, slots.last),
             drawn=drawn,
-            active=active & ~_is_stop(tokens, stop_ids) & (drawn < state.limit),
+            active=active & ~stop & (drawn < slots.limit),
         )
-        return n + 1, state, burst
+        return n + 1, EngineState(tuple(caches), slots, partial), burst
 
+    n_top = min(TOP_LOGPS, weights.head.shape[0])
     empty = Burst(
         jnp.zeros((B, steps), jnp.int32),
         jnp.zeros((B, steps), jnp.float32),
         jnp.zeros(B, jnp.int32),
+        jnp.zeros((B, steps, n_top), jnp.int32) if top else None,
+        jnp.zeros((B, steps, n_top), jnp.float32) if top else None,
     )
-    _, state, burst = jax.lax.while_loop(
-        lambda carry: (carry[0] < steps) & jnp.any(carry[1].active), step, (0, state, empty)
-    )
+    start = (0, state._replace(slots=slots), empty)
+    _, state, burst = jax.lax.while_loop(goes_on, step, start)
     return state, burst
 
 
-def release(state: EngineState, slots_n: jax.Array) -> EngineState:
-    """Deactivates slots (indices past the last are ignored): their requests ended on the host."""
-    return state._replace(active=state.active.at[slots_n].set(False, mode="drop"))
-
-
-def compiled_programs(**static: Any) -> tuple[Any, Any, Any]:
-    """(prefill, decode, release) jitted, the state donated; ``truncated`` stays an argument."""
-    prefill_static = {k: static[k] for k in ("config", "vocab_size", "stop_ids")}
+def compiled_programs(
+    config: ModelConfig, vocab_size: int, stop_ids: tuple[int, ...], steps: int
+) -> tuple[Any, Any]:
+    """(prefill, decode) jitted, the state donated; ``truncated`` and ``top`` stay arguments."""
     return (
+        jax.jit(functools.partial(prefill, config=config), donate_argnums=1),
         jax.jit(
-            functools.partial(prefill, **prefill_static),
+            functools.partial(
+                decode, steps=steps, config=config, vocab_size=vocab_size, stop_ids=stop_ids
+            ),
             donate_argnums=1,
-            static_argnames="truncated",
+            static_argnames=("truncated", "top"),
         ),
-        jax.jit(
-            functools.partial(decode, steps=static["steps"], **prefill_static),
-            donate_argnums=1,
-            static_argnames="truncated",
-        ),
-        jax.jit(release, donate_argnums=0),
     )
