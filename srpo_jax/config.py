@@ -142,8 +142,14 @@ class RetrieverConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How episodes are sampled. Tokens are per call; ``slots`` is the engine's batch; a response
-    ends after one of ``stop_strings``."""
+    """How episodes are sampled. Tokens are per call; a response ends after one of ``stop_strings``.
+
+    ``slots`` is the engine's batch; ``cache_tokens`` the size of its cache (None: every slot has
+    room for the longest call), of which ``stored_tokens`` may keep prompts that no call reads now
+    (None: whatever is free). ``dtype`` is that of decoding (None: the model's); where it is not the
+    learner's, ``policy/sampler_gap`` tells what that costs and ``objective.sampler_cap`` corrects
+    for it.
+    """
 
     tasks_per_step: Count
     group_size: Count
@@ -152,6 +158,9 @@ class RolloutConfig(Section):
     temperature: Positive = 1.0
     slots: Count
     burst: Count = 16
+    cache_tokens: Count | None = None
+    stored_tokens: NonNegativeInt | None = None
+    dtype: Dtype | None = None
     episode_seconds: Positive = 600.0
     tool_seconds: Positive = 30.0
     truncated: Literal["keep", "penalise", "drop_event"] = "keep"

@@ -118,14 +118,17 @@ def build_parts(
             f"{recipe.model.path} was made for {config.max_position} positions"
         )
     check_prompts(sets, tokenizer.count_text, rollout.prompt_tokens)
-    dtype = jnp.dtype(recipe.model.dtype)
     graphdef, params = split_params(model)
-    engine = Engine(
-        config, graphdef, params,
-        vocab_size=tokenizer.vocab_size, stop_ids=tokenizer.stop_ids, slots=rollout.slots,
-        cache_tokens=rollout.prompt_tokens + rollout.response_tokens, burst=rollout.burst,
-        dtype=dtype, decode_text=tokenizer.decode,
-    )  # fmt: skip
+    try:
+        engine = Engine(
+            config, graphdef, params,
+            vocab_size=tokenizer.vocab_size, stop_ids=tokenizer.stop_ids, slots=rollout.slots,
+            cache_tokens=longest, burst=rollout.burst, budget_tokens=rollout.cache_tokens,
+            store_tokens=rollout.stored_tokens, decode_text=tokenizer.decode,
+            dtype=jnp.dtype(rollout.dtype or recipe.model.dtype),
+        )  # fmt: skip
+    except ValueError as error:
+        raise RecipeError(f"rollout.cache_tokens: {error}") from None
     learner = None
     if train:
         updates = recipe.trainer.steps * recipe.learner.updates_per_batch * recipe.learner.epochs

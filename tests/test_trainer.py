@@ -354,6 +354,26 @@ def test_a_call_longer_than_the_model_was_made_for_is_refused(tmp_path):
         run(recipe)
 
 
+def test_a_cache_too_small_for_one_call_is_refused(tmp_path):
+    recipe = tiny_recipe(tmp_path, "rollout.cache_tokens=64")
+    with pytest.raises(RecipeError, match=r"rollout.cache_tokens: .*one request of 102 tokens"):
+        run(recipe)
+
+
+def test_decoding_in_bfloat16_shows_its_gap_and_is_corrected_by_event(tmp_path):
+    options = ("evaluation.every=0", "trainer.steps=1", "objective.sampler_cap=1.5")
+    gaps = {}
+    for dtype in ("float32", "bfloat16"):
+        recipe = tiny_recipe(
+            tmp_path, *options, f"rollout.dtype={dtype}", f"trainer.out={tmp_path / dtype}"
+        )
+        assert run(recipe, reward=noisy_reward) == trainer.DONE
+        (row,) = read_metrics(tmp_path / dtype)
+        gaps[dtype] = row["policy/sampler_gap"]
+    assert gaps["float32"] < 1e-5 < 1e-4 < gaps["bfloat16"] < 0.1
+    assert row["update/sampler_weight"] != 1.0 and 0 <= row["update/sampler_truncated"] < 1
+
+
 def test_non_finite_gradients_end_the_run_past_their_limit(tmp_path):
     recipe = tiny_recipe(tmp_path, "learner.max_nonfinite=1")
     parts = SimpleNamespace(recipe=recipe, nonfinite=0)
