@@ -37,7 +37,7 @@ from srpo_jax.engine.requests import TOP_LOGPS, Completion, PromptTooLong, Reque
 PAGE = 64  # tokens
 # Tokens of one prefill: enough for the full speed of the products. One size alone, because a row's
 # bits can change with the number of rows beside it (seen on CPU at small widths).
-PREFILL_TOKENS = {"cpu": 256}
+PREFILL_TOKENS = {"cpu": 512}
 OTHER_PREFILL_TOKENS = 1024
 
 
@@ -60,7 +60,8 @@ class Engine:
     ``vocab_size`` is the tokenizer's length; ``stop_ids`` the union of every declared end id;
     ``decode_text`` (ids -> str) is needed for stop strings only. ``budget_tokens`` bounds the cache
     (None: every slot can have a request of the full length), ``store_tokens`` the part of it that
-    keeps prompts which no request holds (None: whatever is free).
+    keeps prompts which no request holds (None: whatever is free). Without ``sharing`` equal prompts
+    are computed, stored and read once for every request: the same bits, slower.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Engine:
         burst: int = 16,
         budget_tokens: int | None = None,
         store_tokens: int | None = None,
+        sharing: bool = True,
         page: int = PAGE,
         dtype: Any = jnp.float32,
         decode_text: Callable[[list[int]], str] | None = None,
@@ -100,14 +102,15 @@ class Engine:
                 f"budget_tokens is {budget_tokens}; one request of {cache_tokens} tokens needs "
                 f"{one * page}"
             )
-        self._store = PageStore(count + 1, page, store_tokens and store_tokens // page)
+        kept = None if store_tokens is None else store_tokens // page
+        self._store = PageStore(count + 1, page, kept, sharing)
         self._prepare = jax.jit(lambda p: prepare_weights(graphdef, p, dtype))
         self._prefill, self._decode = compiled_programs(
             config, vocab_size, tuple(sorted(self._stop_ids)), burst
         )
         state = new_state(config, slots, count + 1, page, decode_work({}, self._shapes), dtype)
         self._state = jax.device_put(state, self._device)
-        self._waiting: collections.deque[_Running] = collections.deque()
+        self._waiting: dict[int, _Running] = {}  # by uid, in order of submission
         self._ready: collections.deque[_Running] = collections.deque()
         self._running: dict[int, _Running] = {}
         self._uids = 0
@@ -123,10 +126,10 @@ class Engine:
             raise RuntimeError(
                 f"{len(self._running)} requests are running: weights change between batches"
             )
-        while self._ready:
-            waiting = self._ready.pop()
-            self._release(waiting)
-            self._waiting.appendleft(waiting)
+        for ready in self._ready:
+            self._release(ready)
+        self._waiting = {r.uid: r for r in self._ready} | self._waiting
+        self._ready.clear()
         self._store.clear()
         self._weights = self._prepare(jax.device_put(params, self._device))
         self.version = version
@@ -154,7 +157,7 @@ class Engine:
             raise ValueError(f"prompt id {top} is not among the {self._embedded} embedded ids")
         uid = self._uids
         self._uids += 1
-        self._waiting.append(_Running(uid, request))
+        self._waiting[uid] = _Running(uid, request)
         return uid
 
     @property
@@ -163,7 +166,7 @@ class Engine:
 
     def cancel(self, uid: int) -> None:
         """Drops a request, waiting or running; its slot and its pages are free at once."""
-        self._waiting = collections.deque(w for w in self._waiting if w.uid != uid)
+        self._waiting.pop(uid, None)
         for ready in [r for r in self._ready if r.uid == uid]:
             self._ready.remove(ready)
             self._release(ready)
@@ -213,12 +216,13 @@ class Engine:
         """Gets up to ``count`` requests ready: takes their pages and queues their prefill."""
         new: list[Node] = []
         while self._waiting and len(self._ready) < count:
-            request = self._waiting[0].request
+            ready = next(iter(self._waiting.values()))
+            request = ready.request
             own = pages_of(request.max_tokens, self._shapes.page)
             prompt = tuple(request.prompt_ids[:-1])
             if not self._store.fits(prompt, own):
                 break
-            ready = self._waiting.popleft()
+            del self._waiting[ready.uid]
             ready.nodes, stored = self._store.hold(prompt)
             ready.own = self._store.take(own)
             new += ready.nodes[stored:]

@@ -30,11 +30,13 @@ class PageStore:
     """``count`` pages of ``size`` tokens, page 0 left out.
 
     A page is free, taken (for a request's own tokens) or stored. At most ``kept`` pages are kept
-    for prompts that nobody holds (None: as many as there is room for).
+    for prompts that nobody holds (None: as many as there is room for). Without ``sharing`` every
+    request has its prompt to itself.
     """
 
-    def __init__(self, count: int, size: int, kept: int | None = None):
+    def __init__(self, count: int, size: int, kept: int | None = None, sharing: bool = True):
         self.size = size
+        self._sharing = sharing
         self._kept = count if kept is None else kept
         self._free = list(range(count - 1, UNUSED, -1))
         self._roots: dict[tuple[int, ...], Node] = {}
@@ -80,7 +82,8 @@ class PageStore:
         for key in self._split(ids)[stored:]:
             parent = nodes[-1] if nodes else None
             node = Node(self.take(1)[0], key, parent, holders=1)
-            self._siblings(parent)[key] = node
+            if self._sharing:
+                self._siblings(parent)[key] = node
             nodes.append(node)
         return nodes, stored
 
@@ -88,7 +91,9 @@ class PageStore:
         """Ends a request's hold on the pages of its prompt."""
         for node in reversed(nodes):
             node.holders -= 1
-            if node.holders == 0:
+            if not self._sharing:
+                self._free.append(node.page)
+            elif node.holders == 0:
                 self._idle[node.page] = node
         while len(self._idle) > self._kept:
             self._evict()
