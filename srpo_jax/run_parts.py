@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from envs.workflow import Task, Workflow
-from models.config import CheckpointError
+from models.config import CheckpointError, ModelConfig
 from models.convert import load_hf, save_hf
-from models.qwen import Qwen, split_params
+from models.qwen import split_params
 from models.tokenizer import ChatTokenizer
 from srpo_jax.batch import ShapeMemory
 from srpo_jax.config import Recipe, RecipeError
@@ -38,7 +38,7 @@ class Parts:
     """The parts of one run. ``learner`` and ``stream`` are None where nothing is trained."""
 
     recipe: Recipe
-    model: Qwen
+    config: ModelConfig
     tokenizer: ChatTokenizer
     engine: Engine
     rollout: Rollout
@@ -74,7 +74,7 @@ class Parts:
     def export(self, folder: Path) -> None:
         """Writes the current policy as a Hugging Face folder."""
         save_hf(
-            self.learner.model(), folder, self.model.config,
+            self.learner.model(), folder, self.config,
             tokenizer_from=self.tokenizer.folder, dtype=self.recipe.model.param_dtype,
             overwrite=True,
         )  # fmt: skip
@@ -143,7 +143,7 @@ def build_parts(
     }  # fmt: skip
     evaluation = recipe.evaluation
     return Parts(
-        recipe=recipe, model=model, tokenizer=tokenizer, engine=engine,
+        recipe=recipe, config=config, tokenizer=tokenizer, engine=engine,
         rollout=Rollout(engine, tokenizer, workflow, reward=reward),
         benchmarks=sets.benchmarks,
         train_sampling=SamplingConfig(temperature=rollout.temperature, **common),

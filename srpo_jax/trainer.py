@@ -128,6 +128,7 @@ def train_step(
     metrics |= {f"advantage/{name}": value for name, value in statistics.items()}
     clock.lap("batch")
 
+    parts.engine.drop()  # its memory is the learner's until the new weights come
     orders = epoch_orders(recipe, step, len(batches))
     every = recipe.learner.role_norms_every
     with progress.phase("update", sum(map(len, orders))) as advance:

@@ -457,6 +457,20 @@ class TestWeights:
         (done,) = drain(engine).values()
         assert done.version == 0
 
+    def test_dropped_memory_comes_back_with_the_weights(self, parts):
+        engine, request = make_engine(parts), new_request(0)
+        before = engine.run([request])[0]
+        held = jax.tree.leaves((engine._weights, engine._state))
+        size, count = sum(x.nbytes for x in held), len(held)
+        del held
+        live = sum(x.nbytes for x in jax.live_arrays())
+        engine.drop()
+        assert live - sum(x.nbytes for x in jax.live_arrays()) >= 0.99 * size and count > 20
+        engine.submit(request)
+        engine.set_weights(parts[2], 1)
+        (after,) = drain(engine).values()
+        assert bits(after)[:3] == bits(before)[:3] and (before.version, after.version) == (0, 1)
+
     def test_versions(self, parts, other):
         engine = make_engine(parts, version=3)
         r = new_request(0)

@@ -13,6 +13,7 @@ request computed it, and every draw is keyed by the request's own key and positi
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,8 +109,10 @@ class Engine:
         self._prefill, self._decode = compiled_programs(
             config, vocab_size, tuple(sorted(self._stop_ids)), burst
         )
-        state = new_state(config, slots, count + 1, page, decode_work({}, self._shapes), dtype)
-        self._state = jax.device_put(state, self._device)
+        self._new_state = functools.partial(
+            new_state, config, slots, count + 1, page, decode_work({}, self._shapes), dtype
+        )
+        self._state = self._weights = None
         self._waiting: dict[int, _Running] = {}  # by uid, in order of submission
         self._ready: collections.deque[_Running] = collections.deque()
         self._running: dict[int, _Running] = {}
@@ -122,6 +125,17 @@ class Engine:
 
         Raises RuntimeError if any does.
         """
+        self.drop()
+        self._state = jax.device_put(self._new_state(), self._device)
+        self._weights = self._prepare(jax.device_put(params, self._device))
+        self.version = version
+
+    def drop(self) -> None:
+        """Frees the memory of weights and cache until ``set_weights``: while a learner updates on
+        the same device, it is the learner's. Requests may be submitted but no step be taken.
+
+        Raises RuntimeError if any request runs.
+        """
         if self._running:
             raise RuntimeError(
                 f"{len(self._running)} requests are running: weights change between batches"
@@ -131,8 +145,7 @@ class Engine:
         self._waiting = {r.uid: r for r in self._ready} | self._waiting
         self._ready.clear()
         self._store.clear()
-        self._weights = self._prepare(jax.device_put(params, self._device))
-        self.version = version
+        self._state = self._weights = None
 
     def submit(self, request: Request) -> int:
         """Queues a request and returns its uid.
