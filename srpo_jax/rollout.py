@@ -75,7 +75,10 @@ class EngineQueue:
         self._wake = asyncio.Event()
 
     async def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Completions of one call's requests; cancelled, it frees their slots."""
+        """Completions of one call's requests; cancelled, it frees their slots.
+
+        Raises what a remote engine gave in a completion's place: the episode fails, no other does.
+        """
         loop = asyncio.get_running_loop()
         uids: list[int] = []
         try:
@@ -84,7 +87,13 @@ class EngineQueue:
                 uids.append(uid)
                 self._futures[uid] = loop.create_future()
             self._wake.set()
-            return [await self._futures[uid] for uid in uids]
+            completions = []
+            for uid in uids:
+                result = await self._futures[uid]
+                if isinstance(result, EpisodeFailed):
+                    raise result
+                completions.append(result)
+            return completions
         finally:
             for uid in uids:
                 future = self._futures.pop(uid)

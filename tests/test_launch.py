@@ -20,7 +20,7 @@ from srpo_jax.metrics import EpisodeWriter, MetricLogger
 from srpo_jax.yaml_reading import RecipeError
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ["train", "evaluate", "sweep", "show", "report", "rehearse", "compile_check"]
+COMMANDS = ["train", "evaluate", "sweep", "show", "report", "rehearse", "compile_check", "serve"]
 
 
 def run(cwd: Path, *arguments: str) -> subprocess.CompletedProcess:

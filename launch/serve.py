@@ -1,0 +1,102 @@
+"""Serves a model over HTTP by the OpenAI completions protocol, token ids and log-probs included.
+
+POST /v1/completions, GET /v1/models and GET /health answer this machine alone unless --host says
+otherwise; there is no password. Ctrl-C ends it.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from launch.cli import Parser, entry
+
+DEFAULT_SLOTS = 8
+DEFAULT_CACHE_TOKENS = 4096
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser("launch.serve", __doc__, "python -m launch.serve Qwen/Qwen3-0.6B --port 8000")
+    parser.add_argument(
+        "model",
+        metavar="MODEL_OR_RECIPE",
+        help="a Hugging Face folder or hub name; or a recipe (.yaml), whose model, slots and "
+        "lengths are then the defaults",
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0: any free one")
+    parser.add_argument("--slots", type=int, help=f"requests at once (default {DEFAULT_SLOTS})")
+    parser.add_argument(
+        "--cache-tokens", type=int,
+        help=f"longest prompt and response together (default {DEFAULT_CACHE_TOKENS}, or what the "
+        "model was made for)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="default: the recipe's, or float32"
+    )
+    parser.add_argument(
+        "--policy-version", type=int, default=0, metavar="N",
+        help="version of the weights that answers name (default 0)",
+    )  # fmt: skip
+    args = parser.parse_args(argv)
+    for name in ("slots", "cache_tokens"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if not 0 <= args.port < 2**16:
+        parser.error(f"--port must be from 0 to 65535, got {args.port}")
+
+    path, revision, dtype = args.model, None, args.dtype or "float32"
+    slots, cache_tokens, burst = args.slots, args.cache_tokens, 16
+    if path.endswith((".yaml", ".yml")):
+        from srpo_jax.config import load_recipe
+
+        recipe = load_recipe(path)
+        path, revision = recipe.model.path, recipe.model.revision
+        dtype, burst = args.dtype or recipe.model.dtype, recipe.rollout.burst
+        slots = slots or recipe.rollout.slots
+        cache_tokens = cache_tokens or recipe.rollout.prompt_tokens + recipe.rollout.response_tokens
+
+    import jax.numpy as jnp
+
+    from models.convert import load_hf
+    from models.qwen import split_params
+    from models.tokenizer import ChatTokenizer
+    from srpo_jax.completion_server import CompletionServer
+    from srpo_jax.engine import Engine, Request
+
+    tokenizer = ChatTokenizer(path, revision=revision)
+    model, config = load_hf(path, dtype=jnp.dtype(dtype), revision=revision)
+    cache_tokens = cache_tokens or min(DEFAULT_CACHE_TOKENS, config.max_position)
+    if cache_tokens > config.max_position:
+        parser.error(f"--cache-tokens is {cache_tokens}, {path} was made for {config.max_position}")
+    engine = Engine(
+        config, *split_params(model),
+        vocab_size=tokenizer.vocab_size, stop_ids=tokenizer.stop_ids, slots=slots or DEFAULT_SLOTS,
+        cache_tokens=cache_tokens, burst=burst, dtype=jnp.dtype(dtype),
+        decode_text=tokenizer.decode, version=args.policy_version,
+    )  # fmt: skip
+    try:
+        server = CompletionServer(
+            engine, tokenizer, str(Path(path)), host=args.host, port=args.port
+        )
+    except OSError as error:
+        parser.error(f"cannot listen on {args.host}:{args.port}: {error.strerror or error}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        engine_ready = server.pump.submit(Request([0], (0, 0), 1))  # compiles
+        engine_ready.done.wait()
+        print(
+            f"{server.name}, {engine.slots} slots of {engine.cache_tokens} tokens, "
+            f"POST {server.url}/v1/completions",
+            flush=True,
+        )
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.server_close()
+    return 0
+
+
+if __name__ == "__main__":
+    entry(main)

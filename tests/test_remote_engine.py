@@ -1,0 +1,509 @@
+"""Remote engines: the same bits as the engine behind the server, and every failure by its name."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from envs.workflow import Outcome, Prompt, Score, Task, Workflow
+from launch import serve
+from models.convert import load_hf
+from models.qwen import split_params
+from models.tokenizer import ChatTokenizer
+from srpo_jax.completion_server import MAX_BODY, CompletionServer
+from srpo_jax.engine import Engine, Request, request_key
+from srpo_jax.remote_engine import RemoteEngine, RemoteEngineError, StalePolicy, parse_answer
+from srpo_jax.rollout import EpisodePlan, Rollout, SamplingConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "assets" / "tiny_team"
+VERSION = 5
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return ChatTokenizer(TINY)
+
+
+@pytest.fixture(scope="module")
+def new_engine(tokenizer):
+    model, config = load_hf(TINY, dtype=jnp.float32)
+    parts = split_params(model)
+
+    def build():
+        return Engine(
+            config, *parts, vocab_size=tokenizer.vocab_size, stop_ids=tokenizer.stop_ids, slots=4,
+            cache_tokens=128, burst=4, decode_text=tokenizer.decode, version=VERSION,
+        )  # fmt: skip
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def local(new_engine):
+    return new_engine()
+
+
+@pytest.fixture(scope="module")
+def server(new_engine, tokenizer):
+    server = CompletionServer(new_engine(), tokenizer, "tiny", port=0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def remote_of(url, **options):
+    options = {"model": "tiny", "version": VERSION, "timeout": 20.0, "backoff": 0.01} | options
+    return RemoteEngine(url, **options)
+
+
+@pytest.fixture
+def remote(server):
+    engine = remote_of(server.url)
+    yield engine
+    assert engine.idle
+    engine.close()
+
+
+def new_request(number=0, **options):
+    ids = np.random.default_rng(number).integers(20, 500, 5 + number).tolist()
+    options = {"max_tokens": 10} | options
+    return Request(ids, request_key(7, 0, number), **options)
+
+
+def step_all(engine):
+    found = {}
+    while not engine.idle:
+        found.update(engine.step())
+    return found
+
+
+# ---- the same results as the engine itself -------------------------------------------------------
+
+SETTINGS = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.8},
+    "truncated": {"temperature": 1.1, "top_p": 0.9, "top_k": 7},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_equals_the_engine_behind_it(local, remote, setting):
+    requests = [new_request(i, **SETTINGS[setting]) for i in range(9)]
+    here, there = local.run(requests), remote.run(requests)
+    assert len({tuple(c.ids) for c in here}) > 1
+    for a, b in zip(here, there, strict=True):
+        assert (a.ids, a.stop_reason, a.version) == (b.ids, b.stop_reason, b.version)
+        assert b.logps.dtype == np.float32
+        np.testing.assert_allclose(a.logps, b.logps, rtol=0, atol=1e-6)
+    assert remote.stats["decode_tokens"] == sum(len(c.ids) for c in here)
+
+
+def test_stop_strings_end_at_the_same_token(local, remote, tokenizer):
+    plain = new_request(1, temperature=0.0)
+    whole = local.run([plain])[0]
+    stop = next(s for i in whole.ids[2:-2] if (s := tokenizer.decode([i])).strip())
+    request = replace(plain, stop_strings=(stop,))
+    a, b = local.run([request])[0], remote.run([request])[0]
+    assert len(a.ids) < len(whole.ids)
+    assert (a.ids, a.stop_reason) == (b.ids, b.stop_reason)
+    assert b.stop_reason == "stop"
+
+
+def test_check_accepts_the_served_model_and_version(remote):
+    remote.check()
+
+
+def test_a_cancelled_request_leaves_the_server(server, remote):
+    requests = [new_request(i, max_tokens=100, temperature=1.0) for i in range(8)]
+    uids = [remote.submit(r) for r in requests]
+    for uid in uids[1:]:
+        remote.cancel(uid)
+    assert list(step_all(remote)) == uids[:1]
+    deadline = time.monotonic() + 5
+    while not server.engine.idle and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert server.engine.idle
+
+
+class OneAnswer(Workflow):
+    """One answer to the task's prompt."""
+
+    async def run(self, task, team):
+        (out,) = await team.act(
+            "solve", task.prompt, roles=["solver"], render=lambda role, state: Prompt("", (state,))
+        )
+        return Outcome(out.text, score=Score(1.0, True))
+
+
+def test_episodes_equal_the_local_engines_and_a_failure_is_its_own(local, remote, tokenizer):
+    prompts = ["1 + 2", "word " * 200, "3 * 4"]  # the second is longer than the server's cache
+    plans = [EpisodePlan(Task(f"t{i}", p, "3"), (1, 0, 0), i, 0) for i, p in enumerate(prompts)]
+    config = SamplingConfig(prompt_tokens=1000, response_tokens=8, episode_seconds=20)
+    there = Rollout(remote, tokenizer, OneAnswer()).run(plans, config)
+    here = Rollout(local, tokenizer, OneAnswer()).run(plans, config)
+    assert [r.failure is None for r in there] == [r.failure is None for r in here]
+    assert [r.failure for r in there] == [None, "remote_refused", None]
+    for a, b in zip(here[::2], there[::2], strict=True):
+        (a,), (b,) = a.episode.events[0].members, b.episode.events[0].members
+        assert (a.prompt_ids, a.response_ids, a.version) == (
+            b.prompt_ids, b.response_ids, b.version,
+        )  # fmt: skip
+        np.testing.assert_allclose(a.logps, b.logps, rtol=0, atol=1e-6)
+
+
+# ---- failures: each by its name, and each its own ------------------------------------------------
+
+
+def test_one_bad_request_leaves_the_others_alone(local, remote):
+    good = [new_request(i, temperature=0.0) for i in range(4)]
+    uids = [remote.submit(r) for r in good[:2]]
+    bad = remote.submit(new_request(2, max_tokens=1000))
+    uids += [remote.submit(r) for r in good[2:]]
+    found = step_all(remote)
+    assert found[bad].cause == "remote_refused"
+    assert "the limit is" in str(found[bad]) and "status 400" in str(found[bad])
+    assert [found[uid].ids for uid in uids] == [c.ids for c in local.run(good)]
+    with pytest.raises(RemoteEngineError, match="the limit is"):
+        remote.run([good[0], new_request(2, max_tokens=1000)])
+
+
+def test_stale_version_names_both(server):
+    engine = remote_of(server.url, version=4)
+    with pytest.raises(StalePolicy, match="policy version 5, expected 4"):
+        engine.check()
+    with pytest.raises(StalePolicy, match="policy version 5, expected 4"):
+        engine.run([new_request()])
+    engine.version = None
+    assert engine.run([new_request()])[0].version == VERSION
+
+
+def test_unknown_model(server):
+    engine = remote_of(server.url, model="other")
+    with pytest.raises(RemoteEngineError, match="no model 'other', it serves: tiny"):
+        engine.check()
+    with pytest.raises(RemoteEngineError, match=r"remote_model.*'other'"):
+        engine.run([new_request()])
+
+
+def test_unreachable_port_after_all_tries():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    engine = remote_of(f"http://127.0.0.1:{port}", retries=2)
+    with pytest.raises(RemoteEngineError, match=r"remote_unreachable.*refused \(3 tries\)") as e:
+        engine.run([new_request()])
+    assert e.value.exit_code == 2
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "http://host:x"])
+def test_a_url_that_is_none(url):
+    with pytest.raises(RemoteEngineError, match="remote_url"):
+        remote_of(url)
+
+
+def test_weights_cannot_be_set(remote):
+    with pytest.raises(RemoteEngineError, match="cannot be given weights"):
+        remote.set_weights({}, 6)
+
+
+GOOD = {
+    "choices": [
+        {
+            "index": 0,
+            "text": "x",
+            "finish_reason": "length",
+            "token_ids": [3, 4],
+            "logprobs": {"token_logprobs": [-0.5, -1.25]},
+        }
+    ],
+    "policy_version": VERSION,
+}
+
+
+class Stub(BaseHTTPRequestHandler):
+    """Answers with what the server's ``script`` says: a list of (status, body), the last one again
+    and again; a number instead of a body sleeps first."""
+
+    def do_POST(self):
+        self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        script = self.server.script
+        status, body = script.pop(0) if len(script) > 1 else script[0]
+        if isinstance(body, float):
+            self.server.released.wait(body)
+            body = GOOD
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(self.server.length or len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+@contextmanager
+def stub(*script, length=None):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
+    server.daemon_threads = True
+    server.script, server.bodies, server.length = list(script), [], length
+    server.released = threading.Event()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    server.url = f"http://127.0.0.1:{server.server_port}/v1"
+    yield server
+    server.released.set()
+    server.shutdown()
+    server.server_close()
+
+
+def test_what_is_sent():
+    with stub((200, GOOD)) as server:
+        engine = remote_of(server.url, stop_ids=[1, 2])
+        request = Request([5, 6], (3, 1 << 31), 2, temperature=0.5, stop_strings=("END",))
+        done = engine.run([request])[0]
+    assert (done.ids, done.logps.tolist(), done.version) == ([3, 4], [-0.5, -1.25], VERSION)
+    assert server.bodies == [
+        {
+            "model": "tiny", "prompt": [5, 6], "max_tokens": 2, "n": 1, "temperature": 0.5,
+            "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
+            "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": 3,
+            "srpo_key": [3, 1 << 31], "logprobs": 0, "return_token_ids": True, "stop": ["END"],
+            "include_stop_str_in_output": True, "stop_token_ids": [1, 2],
+        }
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("status", [500, 503, 429])
+def test_a_passing_failure_is_tried_again(status):
+    with stub((status, {"error": "busy"}), (status, b"busy"), (200, GOOD)) as server:
+        engine = remote_of(server.url, retries=2)
+        assert engine.run([new_request()])[0].ids == [3, 4]
+        assert len(server.bodies) == 3 and engine.stats["retries"] == 2
+
+
+def test_a_lasting_failure_says_what_the_server_said():
+    with stub((503, {"error": {"message": "no\nroom"}})) as server:
+        with pytest.raises(RemoteEngineError, match=r"status 503: no room \(2 tries\)"):
+            remote_of(server.url, retries=1).run([new_request()])
+        assert len(server.bodies) == 2
+
+
+def test_time_out_is_not_tried_again():
+    with stub((200, 10.0)) as server:
+        started = time.monotonic()
+        with pytest.raises(RemoteEngineError, match=r"remote_timeout.*within 0.3 s"):
+            remote_of(server.url, timeout=0.3).run([new_request()])
+        assert time.monotonic() - started < 3
+        assert len(server.bodies) == 1
+
+
+def test_a_refusal_is_not_tried_again():
+    with stub((400, {"error": {"message": "bad top_p"}})) as server:
+        with pytest.raises(RemoteEngineError, match=r"remote_refused.*400: bad top_p"):
+            remote_of(server.url).run([new_request()])
+        assert len(server.bodies) == 1
+
+
+def changed(**changes):
+    answer = json.loads(json.dumps(GOOD))
+    answer["choices"][0] |= changes
+    return answer
+
+
+@pytest.mark.parametrize(
+    "answer, said",
+    [
+        (b"<html>", "is no JSON"),
+        ([], "no single choice"),
+        ({"choices": [], "policy_version": VERSION}, "no single choice"),
+        (changed(token_ids=None), "no token ids"),
+        (changed(token_ids=[]), "no token ids"),
+        (changed(token_ids=["a", 1]), "no whole numbers"),
+        (changed(token_ids=[1] * 11), "11 tokens, at most 10"),
+        (changed(logprobs=None), "no log-probs"),
+        (changed(logprobs={"token_logprobs": [-1.0]}), "2 token ids and 1 log-probs"),
+        (changed(logprobs={"token_logprobs": [-1.0, float("nan")]}), "nan at token 1"),
+        (changed(logprobs={"token_logprobs": [None, -1.0]}), "None at token 0"),
+        (changed(logprobs={"token_logprobs": [-9999.0, -1.0]}), "-9999.0 at token 0"),
+        (changed(prompt_token_ids=[1]), "another prompt"),
+        (changed(finish_reason="abort"), "'abort'"),
+    ],
+)
+def test_an_answer_that_cannot_be_trained_on(answer, said):
+    with stub((200, answer)) as server:
+        with pytest.raises(RemoteEngineError, match=f"remote_answer.*{said}"):
+            remote_of(server.url).run([new_request()])
+        assert len(server.bodies) == 1  # never sampled twice
+
+
+def test_an_answer_that_breaks_off_is_not_asked_for_again():
+    with stub((200, GOOD), length=10_000) as server:
+        with pytest.raises(RemoteEngineError, match=r"remote_answer.*broke off"):
+            remote_of(server.url).run([new_request()])
+        assert len(server.bodies) == 1
+
+
+def test_a_server_without_versions_needs_version_none():
+    answer = {"choices": GOOD["choices"]}
+    with pytest.raises(StalePolicy, match="no policy version, expected 5"):
+        parse_answer(answer, new_request(), VERSION, "url")
+    assert parse_answer(answer, new_request(), None, "url").version == 0
+
+
+# ---- the server ----------------------------------------------------------------------------------
+
+
+def ask(server, method, path, body=None, headers=None):
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=20)
+    data = body if isinstance(body, bytes | None) else json.dumps(body)
+    connection.request(method, path, data, headers or {})
+    response = connection.getresponse()
+    answer = json.loads(response.read())
+    connection.close()
+    return response.status, answer
+
+
+def test_text_prompts_and_usage(server, local, tokenizer):
+    text = "Compute 2 + 3"
+    status, answer = ask(
+        server, "POST", "/v1/completions",
+        {"prompt": text, "max_tokens": 6, "temperature": 0, "logprobs": 2, "model": "tiny"},
+    )  # fmt: skip
+    ids = tokenizer.encode_text(text)
+    want = local.run([Request(ids, (0, 0), 6, temperature=0.0)])[0]
+    choice = answer["choices"][0]
+    assert status == 200 and choice["text"] == tokenizer.decode(want.ids)
+    assert "token_ids" not in choice
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(want.logps.tolist(), abs=1e-6)
+    assert all(1 <= len(top) <= 2 for top in choice["logprobs"]["top_logprobs"])
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(ids), len(want.ids))
+
+
+def test_a_seed_fixes_the_draw(server):
+    def draw(seed):
+        body = {"prompt": [30, 31], "max_tokens": 12, "seed": seed, "return_token_ids": True}
+        return ask(server, "POST", "/v1/completions", body)[1]["choices"][0]["token_ids"]
+
+    assert draw(1) == draw(1)
+    assert len({tuple(draw(seed)) for seed in range(4)}) > 1
+
+
+def test_models_and_health(server):
+    assert ask(server, "GET", "/health") == (200, {"status": "ok"})
+    status, answer = ask(server, "GET", "/v1/models")
+    entry = answer["data"][0]
+    assert (status, entry["id"], entry["policy_version"]) == (200, "tiny", VERSION)
+
+
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        (b"{", "must be a JSON object"),
+        (b'{"prompt": [1], "temperature": NaN}', "must be a JSON object"),
+        ({}, '"prompt" must be'),
+        ({"prompt": ""}, '"prompt" is empty'),
+        ({"prompt": [True]}, '"prompt" must be'),
+        ({"prompt": [5000]}, "5000"),
+        ({"prompt": [1], "max_tokens": 0}, '"max_tokens" must be'),
+        ({"prompt": [1] * 120}, "the limit is"),
+        ({"prompt": [1], "temperature": -1}, '"temperature" must be'),
+        ({"prompt": [1], "top_p": 0}, '"top_p" must be'),
+        ({"prompt": [1], "top_k": 1.5}, '"top_k" must be'),
+        ({"prompt": [1], "n": 2}, '"n": only 1'),
+        ({"prompt": [1], "stream": True}, '"stream": only false'),
+        ({"prompt": [1], "stop": [""]}, '"stop" must be'),
+        ({"prompt": [1], "stop_token_ids": [9]}, '"stop_token_ids" can only'),
+        ({"prompt": [1], "srpo_key": [1]}, '"srpo_key" must be'),
+        ({"prompt": [1], "temprature": 0}, "did you mean `temperature`"),
+    ],
+)
+def test_bad_requests_are_400_in_one_line(server, body, said):
+    status, answer = ask(server, "POST", "/v1/completions", body)
+    assert status == 400
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert said in answer["error"]["message"] and "\n" not in answer["error"]["message"]
+
+
+def test_other_refusals(server):
+    assert ask(server, "POST", "/v1/chat", {})[0] == 404
+    assert ask(server, "GET", "/")[0] == 404
+    status, answer = ask(server, "POST", "/v1/completions", {"prompt": [1], "model": "x"})
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    size = {"Content-Length": str(MAX_BODY + 1)}
+    assert ask(server, "POST", "/v1/completions", None, size)[0] == 413
+
+
+def test_an_engine_that_breaks_is_said_to_all(tokenizer):
+    class Broken:
+        idle, version, cache_tokens = True, 0, 8
+
+        def submit(self, request):
+            self.idle = False
+            return 0
+
+        def step(self):
+            raise RuntimeError("out of memory")
+
+    server = CompletionServer(Broken(), tokenizer, "tiny", port=0)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    for _ in range(2):
+        status, answer = ask(server, "POST", "/v1/completions", {"prompt": [1]})
+        assert status == 500 and "out of memory" in answer["error"]["message"]
+    assert ask(server, "GET", "/health")[0] == 500
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("option", [("--slots", "0"), ("--cache-tokens", "0"), ("--port", "70000")])
+def test_bad_options_are_one_line(capsys, option):
+    with pytest.raises(SystemExit) as exit_:
+        serve.main([str(TINY), *option])
+    assert exit_.value.code == 2
+    assert f"{option[0]} must be" in capsys.readouterr().err
+
+
+def test_a_taken_port_is_one_line(server, capsys):
+    port = str(server.server_address[1])
+    with pytest.raises(SystemExit) as exit_:
+        serve.main([str(TINY), "--port", port, "--slots", "1", "--cache-tokens", "64"])
+    assert exit_.value.code == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_the_command_serves_and_ends_cleanly():
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "launch.serve", str(TINY), "--port", "0", "--slots", "2"]
+    with subprocess.Popen(
+        [*command, "--cache-tokens", "64", "--policy-version", "3"], env=env, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        try:
+            line = process.stdout.readline()
+            assert "2 slots of 64 tokens, POST http://127.0.0.1:" in line
+            url = line.split("POST ")[1].strip().removesuffix("/v1/completions")
+            engine = remote_of(url, model=str(TINY), version=3)
+            engine.check()
+            assert len(engine.run([new_request(max_tokens=4)])[0].ids) <= 4
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert (process.wait(10), process.stderr.read()) == (0, "")
