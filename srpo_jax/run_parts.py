@@ -9,8 +9,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from envs.workflow import Task, Workflow
+from models.attention import attention_on
 from models.config import CheckpointError, ModelConfig
 from models.convert import load_hf, save_hf
 from models.qwen import split_params
@@ -100,6 +102,8 @@ def build_parts(
             f"learner.micro_batch_rows is {recipe.learner.micro_batch_rows}, not a multiple of the "
             f"{batch_shards(mesh)} devices of the data and fsdp axes"
         )
+    if train:
+        check_attention(recipe, mesh)
     model, config = load_hf(
         recipe.model.path, dtype=jnp.dtype(recipe.model.param_dtype), mesh=mesh if train else None,
         revision=recipe.model.revision,
@@ -164,6 +168,14 @@ def learner_settings(recipe: Recipe, vocab_size: int) -> LearnerSettings:
         remat=recipe.learner.remat, attention=recipe.learner.attention,
         logprob_chunk=recipe.learner.logprob_chunk,
     )  # fmt: skip
+
+
+def check_attention(recipe: Recipe, mesh: Mesh) -> None:
+    """Raises RecipeError where the recipe insists on a kernel that the mesh's devices lack."""
+    try:
+        attention_on(mesh, recipe.learner.attention)
+    except ValueError as error:
+        raise RecipeError(f"learner.attention: {error}") from None
 
 
 def check_run_folder(recipe: Recipe) -> None:

@@ -360,6 +360,12 @@ def test_a_cache_too_small_for_one_call_is_refused(tmp_path):
         run(recipe)
 
 
+def test_a_kernel_of_another_platform_is_refused(tmp_path):
+    message = "learner.attention: attention 'splash' runs on tpu, the mesh is on cpu"
+    with pytest.raises(RecipeError, match=message):
+        run(tiny_recipe(tmp_path, "learner.attention=splash"))
+
+
 def test_decoding_in_bfloat16_shows_its_gap_and_is_corrected_by_event(tmp_path):
     options = ("evaluation.every=0", "trainer.steps=1", "objective.sampler_cap=1.5")
     gaps = {}
