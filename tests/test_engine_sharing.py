@@ -131,7 +131,7 @@ class TestBudget:
         drain(engine)
 
     def test_a_budget_below_one_request(self, parts):
-        with pytest.raises(ValueError, match=r"budget_tokens is 100; one request of 96 tokens"):
+        with pytest.raises(ValueError, match=r"100 tokens are too few: one request of 96 tokens"):
             make_engine(parts, budget_tokens=100)
 
     def test_ten_thousand_requests(self, parts):

@@ -100,7 +100,7 @@ class Engine:
         count = slots * one if budget_tokens is None else budget_tokens // page
         if count < one:
             raise ValueError(
-                f"budget_tokens is {budget_tokens}; one request of {cache_tokens} tokens needs "
+                f"{budget_tokens} tokens are too few: one request of {cache_tokens} tokens needs "
                 f"{one * page}"
             )
         kept = None if store_tokens is None else store_tokens // page
