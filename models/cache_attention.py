@@ -12,7 +12,8 @@ S pages of a prefill, N query heads, Kv key heads, G = N / Kv, H head width.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -61,6 +62,24 @@ class Partial(NamedTuple):
     values: jax.Array
 
 
+class CacheAttention(NamedTuple):
+    """The attention of one kind of device. ``PLAIN`` is the reference and runs on any.
+
+    page     tokens of a page
+    lanes    R, rows of an item
+    room     (work, Kv, G, H) -> what ``decode`` writes to from layer to layer: a pytree whose
+             leaves have Kv as axis 2, or nothing
+    decode   as ``decode_tokens``
+    prefill  as ``prefill_pages``
+    """
+
+    page: int
+    lanes: int
+    room: Callable[[Work, int, int, int], Any]
+    decode: Callable[..., tuple[jax.Array, Pages, Any]]
+    prefill: Callable[..., tuple[jax.Array, Pages]]
+
+
 def new_pages(count: int, page: int, kv_heads: int, head_dim: int, dtype) -> Pages:
     """An empty cache of ``count`` pages of ``page`` tokens."""
     return Pages(
@@ -69,11 +88,10 @@ def new_pages(count: int, page: int, kv_heads: int, head_dim: int, dtype) -> Pag
     )
 
 
-def new_partial(
-    chunks: int, items: int, lanes: int, kv: int, groups: int, head_dim: int
-) -> Partial:
+def new_partial(work: Work, kv_heads: int, groups: int, head_dim: int) -> Partial:
     """Room for the partial sums of a step, to be carried from layer to layer."""
-    shape = (chunks, items, kv, lanes, groups)
+    chunks, items, lanes = work.rows.shape
+    shape = (chunks, items, kv_heads, lanes, groups)
     return Partial(jnp.zeros(shape), jnp.zeros(shape), jnp.zeros((*shape, head_dim)))
 
 
@@ -93,6 +111,40 @@ def write_pages(cache: Pages, k_SPKvH: jax.Array, v_SPKvH: jax.Array, page_S: ja
         cache.k.at[page_S].set(jnp.transpose(k_SPKvH, (0, 2, 3, 1))),
         cache.v.at[page_S].set(jnp.transpose(v_SPKvH, (0, 2, 1, 3))),
     )
+
+
+def decode_tokens(
+    q_BNH: jax.Array,
+    k_BKvH: jax.Array,
+    v_BKvH: jax.Array,
+    cache: Pages,
+    work: Work,
+    own_B: jax.Array,
+    page_B: jax.Array,
+    partial: Partial,
+) -> tuple[jax.Array, Pages, Partial]:
+    """Stores a row's new token, the last of its ``own_B`` own ones, at its place in ``page_B``, and
+    attends to the row's pages. Returns [B, N, H] in the dtype of q, the cache and the room.
+
+    ``page_B`` is the page of the row's only item with 0 < own + base <= P, or UNUSED (0).
+    """
+    cache = write_tokens(cache, k_BKvH, v_BKvH, page_B, (own_B - 1) % cache.v.shape[2])
+    out, partial = cache_attention(q_BNH, cache, work, own_B, partial)
+    return out, cache, partial
+
+
+def prefill_pages(
+    q_SPNH: jax.Array,
+    k_SPKvH: jax.Array,
+    v_SPKvH: jax.Array,
+    cache: Pages,
+    page_S: jax.Array,
+    context_SJ: jax.Array,
+    depth_S: jax.Array,
+) -> tuple[jax.Array, Pages]:
+    """Stores whole pages of keys and values and attends causally: see ``page_attention``."""
+    cache = write_pages(cache, k_SPKvH, v_SPKvH, page_S)
+    return page_attention(q_SPNH, cache, context_SJ, depth_S), cache
 
 
 def cache_attention(
@@ -217,3 +269,8 @@ def page_attention(
         return out.reshape(Kv, G, P, H).transpose(2, 0, 1, 3).reshape(P, N, H).astype(q_PNH.dtype)
 
     return jax.lax.map(one, (q_SPNH, context_SJ, depth_S))
+
+
+PLAIN = CacheAttention(
+    page=64, lanes=4, room=new_partial, decode=decode_tokens, prefill=prefill_pages
+)

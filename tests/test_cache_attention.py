@@ -9,6 +9,7 @@ import pytest
 
 from models.attention import plain_attention
 from models.cache_attention import (
+    PLAIN,
     Pages,
     cache_attention,
     new_pages,
@@ -18,10 +19,11 @@ from models.cache_attention import (
     write_tokens,
 )
 from srpo_jax.engine.pages import Node
-from srpo_jax.engine.plan import LANES, RowPages, Shapes, decode_work
+from srpo_jax.engine.plan import RowPages, Shapes, decode_work
 
 N, KV, H, P = 6, 2, 8, 4
-SHAPES = Shapes(slots=7, page=P, cache_tokens=48)
+LANES = PLAIN.lanes
+SHAPES = Shapes(slots=7, page=P, lanes=LANES, cache_tokens=48)
 attend = jax.jit(cache_attention)
 
 
@@ -68,7 +70,7 @@ def run(cache, rows, lengths, q):
     work = decode_work(rows, SHAPES)
     own = np.zeros(SHAPES.slots, np.int32)
     own[: len(lengths)] = lengths
-    room = new_partial(*work.rows.shape, KV, N // KV, H)
+    room = new_partial(work, KV, N // KV, H)
     return np.asarray(attend(q, cache, work, own, room)[0]), work
 
 

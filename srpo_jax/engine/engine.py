@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.cache_attention import PLAIN
 from models.config import ModelConfig
 from srpo_jax.engine.pages import UNUSED, Node, PageStore
 from srpo_jax.engine.plan import RowPages, Shapes, decode_work, pages_of, prefill_pages
@@ -35,7 +36,6 @@ from srpo_jax.engine.programs import (
 )
 from srpo_jax.engine.requests import TOP_LOGPS, Completion, PromptTooLong, Request
 
-PAGE = 64  # tokens
 # Tokens of one prefill: enough for the full speed of the products. One size alone, because a row's
 # bits can change with the number of rows beside it (seen on CPU at small widths).
 PREFILL_TOKENS = {"cpu": 512}
@@ -79,7 +79,7 @@ class Engine:
         budget_tokens: int | None = None,
         store_tokens: int | None = None,
         sharing: bool = True,
-        page: int = PAGE,
+        page: int | None = None,
         dtype: Any = jnp.float32,
         decode_text: Callable[[list[int]], str] | None = None,
         device: jax.Device | None = None,
@@ -93,7 +93,9 @@ class Engine:
         self._decode_text = decode_text
         self._embedded = config.vocab_size
         self._device = device or jax.local_devices()[0]
-        self._shapes = Shapes(slots, page, cache_tokens)
+        attention = PLAIN
+        page = page or attention.page
+        self._shapes = Shapes(slots, page, attention.lanes, cache_tokens)
         tokens = PREFILL_TOKENS.get(self._device.platform, OTHER_PREFILL_TOKENS)
         self._prefill_pages = pages_of(tokens, page)
         one = pages_of(cache_tokens, page) + 1  # a request's prompt and response are rounded up
@@ -107,10 +109,17 @@ class Engine:
         self._store = PageStore(count + 1, page, kept, sharing)
         self._prepare = jax.jit(lambda p: prepare_weights(graphdef, p, dtype))
         self._prefill, self._decode = compiled_programs(
-            config, vocab_size, tuple(sorted(self._stop_ids)), burst
+            config, attention, vocab_size, tuple(sorted(self._stop_ids)), burst
         )
         self._new_state = functools.partial(
-            new_state, config, slots, count + 1, page, decode_work({}, self._shapes), dtype
+            new_state,
+            config,
+            attention,
+            slots,
+            count + 1,
+            page,
+            decode_work({}, self._shapes),
+            dtype,
         )
         self._state = self._weights = None
         self._waiting: dict[int, _Running] = {}  # by uid, in order of submission

@@ -11,16 +11,19 @@ from models.cache_attention import GROUP, Work
 from srpo_jax.engine.pages import UNUSED, Node
 from srpo_jax.engine.programs import Prefill
 
-LANES = 4  # rows of an item: on CPU four cost little more than one
 ITEMS = 32  # of a chunk
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The fixed sizes of an engine's programs; one request has at most ``cache_tokens`` tokens."""
+    """The fixed sizes of an engine's programs; one request has at most ``cache_tokens`` tokens.
+
+    ``lanes`` rows read a shared page together.
+    """
 
     slots: int
     page: int
+    lanes: int
     cache_tokens: int
 
     @property
@@ -54,7 +57,11 @@ class RowPages:
 
 
 def decode_work(rows: Mapping[int, RowPages], shapes: Shapes) -> Work:
-    """The items of a burst: a page that several rows read makes one for every LANES of them."""
+    """The items of a burst: a page that several rows read makes one for every ``lanes`` of them.
+
+    A row's own pages come in order, and so do those of its prompt.
+    """
+    lanes = shapes.lanes
     readers: dict[int, tuple[Node, list[tuple[int, int]]]] = {}
     items: list[tuple[int, list[int], int, bool]] = []
     parts = np.full((shapes.slots, shapes.row_pages), -1, np.int32)
@@ -63,26 +70,26 @@ def decode_work(rows: Mapping[int, RowPages], shapes: Shapes) -> Work:
         for j, node in enumerate(row.prompt):
             readers.setdefault(node.page, (node, []))[1].append((slot, j))
         for b, page in enumerate(row.own):
-            parts[slot, len(row.prompt) + b] = len(items) * LANES
+            parts[slot, len(row.prompt) + b] = len(items) * lanes
             items.append((page, [slot], -b * shapes.page, True))
         longest = max(longest, len(row.prompt) + len(row.own))
     for page, (node, places) in readers.items():
-        for i in range(0, len(places), LANES):
-            together = places[i : i + LANES]
+        for i in range(0, len(places), lanes):
+            together = places[i : i + lanes]
             for lane, (slot, j) in enumerate(together):
-                parts[slot, j] = len(items) * LANES + lane
+                parts[slot, j] = len(items) * lanes + lane
             items.append((page, [slot for slot, _ in together], len(node.ids), False))
     size = shapes.chunks * shapes.items
     page = np.full(size, UNUSED, np.int32)
-    lanes = np.full((size, LANES), shapes.slots, np.int32)
+    readers_of = np.full((size, lanes), shapes.slots, np.int32)
     base, own = np.zeros(size, np.int32), np.zeros(size, bool)
     for i, (at, slots, count, is_own) in enumerate(items):
         page[i], base[i], own[i] = at, count, is_own
-        lanes[i, : len(slots)] = slots
+        readers_of[i, : len(slots)] = slots
     shape = (shapes.chunks, shapes.items)
     return Work(
         page=page.reshape(shape),
-        rows=lanes.reshape(*shape, LANES),
+        rows=readers_of.reshape(*shape, lanes),
         base=base.reshape(shape),
         own=own.reshape(shape),
         parts=parts,

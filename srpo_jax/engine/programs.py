@@ -12,17 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.cache_attention import (
-    Pages,
-    Partial,
-    Work,
-    cache_attention,
-    new_pages,
-    new_partial,
-    page_attention,
-    write_pages,
-    write_tokens,
-)
+from models.cache_attention import CacheAttention, Pages, Work, new_pages
 from models.config import ModelConfig
 from models.qwen import Qwen, rope_tables
 from srpo_jax.engine.requests import TOP_LOGPS
@@ -54,7 +44,7 @@ class EngineState(NamedTuple):
 
     cache: tuple[Pages, ...]  # of each layer
     slots: Slots
-    partial: Partial
+    room: Any  # of CacheAttention
 
 
 class Plan(NamedTuple):
@@ -125,19 +115,30 @@ def empty_slots(slots: int) -> Slots:
 
 
 def new_state(
-    config: ModelConfig, slots: int, pages: int, page: int, work: Work, dtype: Any
+    config: ModelConfig,
+    attention: CacheAttention,
+    slots: int,
+    pages: int,
+    page: int,
+    work: Work,
+    dtype: Any,
 ) -> EngineState:
     """An empty cache of ``pages`` pages and no active slot, for work of the shape of ``work``."""
     kv, width = config.num_kv_heads, config.head_dim
     return EngineState(
         cache=tuple(new_pages(pages, page, kv, width, dtype) for _ in range(config.num_layers)),
         slots=empty_slots(slots),
-        partial=new_partial(*work.rows.shape, kv, config.num_heads // kv, width),
+        room=attention.room(work, kv, config.num_heads // kv, width),
     )
 
 
 def prefill(
-    weights: Weights, state: EngineState, pages: Prefill, *, config: ModelConfig
+    weights: Weights,
+    state: EngineState,
+    pages: Prefill,
+    *,
+    config: ModelConfig,
+    attention: CacheAttention,
 ) -> EngineState:
     """Computes the keys and values of whole pages of prompts. Draws nothing: a prompt's last token
     is fed by the first decode step."""
@@ -150,8 +151,7 @@ def prefill(
 
         def attend(q, k, v, cache=cache):
             q, k, v = (a.reshape(S, P, *a.shape[1:]) for a in (q, k, v))
-            cache = write_pages(cache, k, v, pages.page)
-            out = page_attention(q, cache, pages.context, pages.depth)
+            out, cache = attention.prefill(q, k, v, cache, pages.page, pages.context, pages.depth)
             return out.reshape(S * P, *out.shape[2:]), cache
 
         x, cache = layer(x, rope, attend)
@@ -166,6 +166,7 @@ def decode(
     *,
     steps: int,
     config: ModelConfig,
+    attention: CacheAttention,
     vocab_size: int,
     stop_ids: tuple[int, ...],
     truncated: bool,
@@ -194,7 +195,7 @@ def decode(
 
     def step(carry):
         n, state, burst = carry
-        slots, partial = state.slots, state.partial
+        slots, room = state.slots, state.room
         x = weights.embed(slots.last)
         rope = rope_tables(config, slots.prompt + slots.drawn, x.dtype)
         block = jnp.minimum(slots.drawn // P, plan.own.shape[1] - 1)
@@ -202,12 +203,13 @@ def decode(
         caches = []
         for layer, cache in zip(weights.layers, state.cache, strict=True):
 
-            def attend(q, k, v, cache=cache, partial=partial):
-                cache = write_tokens(cache, k, v, page, slots.drawn % P)
-                out, partial = cache_attention(q, cache, plan.work, slots.drawn + 1, partial)
-                return out, (cache, partial)
+            def attend(q, k, v, cache=cache, room=room):
+                out, *changed = attention.decode(
+                    q, k, v, cache, plan.work, slots.drawn + 1, page, room
+                )
+                return out, changed
 
-            x, (cache, partial) = layer(x, rope, attend)
+            x, (cache, room) = layer(x, rope, attend)
             caches.append(cache)
         logits = token_logits(weights.norm(x), weights.head, temperature, vocab_size)
         uniforms = row_uniforms(sampling.keys, slots.drawn)
@@ -233,7 +235,7 @@ def decode(
             drawn=drawn,
             active=active & ~stop & (drawn < slots.limit),
         )
-        return n + 1, EngineState(tuple(caches), slots, partial), burst
+        return n + 1, EngineState(tuple(caches), slots, room), burst
 
     n_top = min(TOP_LOGPS, weights.head.shape[0])
     empty = Burst(
@@ -249,14 +251,23 @@ def decode(
 
 
 def compiled_programs(
-    config: ModelConfig, vocab_size: int, stop_ids: tuple[int, ...], steps: int
+    config: ModelConfig,
+    attention: CacheAttention,
+    vocab_size: int,
+    stop_ids: tuple[int, ...],
+    steps: int,
 ) -> tuple[Any, Any]:
     """(prefill, decode) jitted, the state donated; ``truncated`` and ``top`` stay arguments."""
     return (
-        jax.jit(functools.partial(prefill, config=config), donate_argnums=1),
+        jax.jit(functools.partial(prefill, config=config, attention=attention), donate_argnums=1),
         jax.jit(
             functools.partial(
-                decode, steps=steps, config=config, vocab_size=vocab_size, stop_ids=stop_ids
+                decode,
+                steps=steps,
+                config=config,
+                attention=attention,
+                vocab_size=vocab_size,
+                stop_ids=stop_ids,
             ),
             donate_argnums=1,
             static_argnames=("truncated", "top"),
