@@ -40,8 +40,8 @@ class Work(NamedTuple):
             count of the only row's own tokens is added to it
     own     [C, I] bool
     parts   [B, J] int32: item number * R + lane of a row's pages in order; -1 where there is none
-    chunks  [] int32: chunks that hold items
-    groups  [] int32: groups of GROUP pages that some row needs
+    chunks  [1] int32: chunks that hold items
+    groups  [1] int32: groups of GROUP pages that some row needs
     """
 
     page: jax.Array
@@ -186,7 +186,7 @@ def cache_attention(
             put(partial.values, values),
         )
 
-    partial = jax.lax.fori_loop(0, work.chunks, chunk, partial)
+    partial = jax.lax.fori_loop(0, work.chunks[0], chunk, partial)
     return combine(partial, work, (B, Kv, G, H)).reshape(B, N, H).astype(q_BNH.dtype), partial
 
 
@@ -218,7 +218,7 @@ def combine(partial: Partial, work: Work, shape: tuple[int, int, int, int]) -> j
         jnp.zeros((B, Kv, G), dtype),
         jnp.zeros((B, Kv, G, H), dtype),
     )
-    _, total, values = jax.lax.fori_loop(0, work.groups, group, start)
+    _, total, values = jax.lax.fori_loop(0, work.groups[0], group, start)
     return values / jnp.maximum(total, 1e-30)[..., None]
 
 

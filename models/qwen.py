@@ -175,8 +175,13 @@ class DecoderLayer(nnx.Module):
         self.up_proj = linear(c.hidden_size, c.intermediate_size)
         self.down_proj = linear(c.intermediate_size, c.hidden_size)
 
-    def __call__(self, x: jax.Array, rope: Rope, attend: Attend) -> tuple[jax.Array, Any]:
-        """x [..., D] -> ([..., D], what ``attend`` returned beside its heads, such as a cache)."""
+    def __call__(
+        self, x: jax.Array, rope: Rope, attend: Attend, tensor_axis: str | None = None
+    ) -> tuple[jax.Array, Any]:
+        """x [..., D] -> ([..., D], what ``attend`` returned beside its heads, such as a cache).
+
+        ``tensor_axis``: the mapped axis over which the kernels are split, under shard_map.
+        """
         h = self.input_norm(x)
 
         def heads(proj, norm):
@@ -186,10 +191,15 @@ class DecoderLayer(nnx.Module):
         q = apply_rope(heads(self.q_proj, getattr(self, "q_norm", None)), rope)
         k = apply_rope(heads(self.k_proj, getattr(self, "k_norm", None)), rope)
         v = heads(self.v_proj, None)
+
+        def summed(y):
+            return y if tensor_axis is None else jax.lax.psum(y, tensor_axis)
+
         attended, carried = attend(q, k, v)
-        x = x + self.o_proj(attended.reshape(*x.shape[:-1], -1))
+        x = x + summed(self.o_proj(attended.reshape(*x.shape[:-1], -1)))
         h = self.post_norm(x)
-        return x + self.down_proj(jax.nn.silu(self.gate_proj(h)) * self.up_proj(h)), carried
+        h = jax.nn.silu(self.gate_proj(h)) * self.up_proj(h)
+        return x + summed(self.down_proj(h)), carried
 
 
 class Qwen(nnx.Module):

@@ -118,7 +118,7 @@ class TestBudget:
         done = {}
         while not engine.idle:
             done.update(engine.step())
-            most = max(most, len(engine._running))
+            most = max(most, len(engine._replicas[0].running))
         assert most == 2
         assert [bits(done[uid]) for uid in sorted(done)] == [bits(d) for d in roomy.run(requests)]
 
@@ -127,7 +127,7 @@ class TestBudget:
         for i in range(8):
             engine.submit(new_request(i, 1, max_tokens=30))  # two pages: fourteen fit seven
         engine.step()
-        assert len(engine._running) == 7
+        assert len(engine._replicas[0].running) == 7
         drain(engine)
 
     def test_a_budget_below_one_request(self, parts):
@@ -145,7 +145,7 @@ class TestBudget:
             engine.cancel(uid)
         done = drain(engine)
         assert sorted(done) == sorted(set(uids) - set(uids[::3]))
-        assert engine._store.available == 24 and engine._store.stored <= 3
+        assert engine._replicas[0].store.available == 24 and engine._replicas[0].store.stored <= 3
 
     def test_cancelled_requests_give_their_pages_back(self, parts):
         engine = make_engine(parts, budget_tokens=3 * 7 * 16, store_tokens=0)
@@ -154,7 +154,7 @@ class TestBudget:
             engine.step()
             for uid in uids:
                 engine.cancel(uid)
-            assert engine.idle and engine._store.available == 3 * 7
+            assert engine.idle and engine._replicas[0].store.available == 3 * 7
 
 
 def test_top_log_probs(parts):

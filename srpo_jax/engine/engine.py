@@ -6,8 +6,9 @@ prepared, in order of submission, once the pages for its whole length are there,
 ends and frees its pages: nothing waits for itself.
 
 A result depends on the request and on shapes fixed for the run, never on slot, neighbours or order
-of admission. A page of a prompt is a function of the ids up to its end, so it does not matter which
-request computed it, and every draw is keyed by the request's own key and position.
+of admission, nor on the replica. A page of a prompt is a function of the ids up to its end, so it
+does not matter which request computed it, and every draw is keyed by the request's own key and
+position.
 """
 
 from __future__ import annotations
@@ -15,25 +16,29 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.cache_attention import PLAIN
 from models.config import ModelConfig
-from srpo_jax.engine.pages import UNUSED, Node, PageStore
-from srpo_jax.engine.plan import RowPages, Shapes, decode_work, pages_of, prefill_pages
-from srpo_jax.engine.programs import (
-    Plan,
-    Sampling,
-    Slots,
-    compiled_programs,
-    new_state,
+from srpo_jax.engine.layout import (
+    REPLICA,
+    TENSOR,
+    check_tensor,
+    engine_mesh,
+    key_head_copies,
     prepare_weights,
+    shardings,
+    weight_specs,
 )
+from srpo_jax.engine.pages import Node, PageStore
+from srpo_jax.engine.plan import Shapes, decode_work, pages_of, prefill_pages
+from srpo_jax.engine.programs import compiled_programs, new_state, state_specs
+from srpo_jax.engine.replica import Replica, Running
 from srpo_jax.engine.requests import TOP_LOGPS, Completion, PromptTooLong, Request
 
 # Tokens of one prefill: enough for the full speed of the products. One size alone, because a row's
@@ -42,27 +47,18 @@ PREFILL_TOKENS = {"cpu": 512}
 OTHER_PREFILL_TOKENS = 1024
 
 
-@dataclass
-class _Running:
-    """A request and what it holds: the pages of its prompt but for the last token, and its own."""
-
-    uid: int
-    request: Request
-    nodes: list[Node] = field(default_factory=list)
-    own: list[int] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    logps: list[float] = field(default_factory=list)
-    tops: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-
-
 class Engine:
-    """Up to ``slots`` requests at once on one device, each with at most ``cache_tokens`` tokens.
+    """Up to ``slots`` requests at once on each replica of ``mesh`` (``engine_mesh``; None: one
+    device), each with at most ``cache_tokens`` tokens.
 
     ``vocab_size`` is the tokenizer's length; ``stop_ids`` the union of every declared end id;
-    ``decode_text`` (ids -> str) is needed for stop strings only. ``budget_tokens`` bounds the cache
-    (None: every slot can have a request of the full length), ``store_tokens`` the part of it that
-    keeps prompts which no request holds (None: whatever is free). Without ``sharing`` equal prompts
-    are computed, stored and read once for every request: the same bits, slower.
+    ``decode_text`` (ids -> str) is needed for stop strings only. ``budget_tokens`` bounds a
+    replica's cache (None: every slot can have a request of the full length), ``store_tokens`` the
+    part of it that keeps prompts which no request holds (None: whatever is free). Without
+    ``sharing`` equal prompts are computed, stored and read once for every request: the same bits,
+    slower.
+
+    Raises ValueError for a budget below one request, or heads that the mesh does not divide.
     """
 
     def __init__(
@@ -82,49 +78,53 @@ class Engine:
         page: int | None = None,
         dtype: Any = jnp.float32,
         decode_text: Callable[[list[int]], str] | None = None,
-        device: jax.Device | None = None,
+        mesh: Mesh | None = None,
         version: int = 0,
     ):
-        self.slots = slots
+        mesh = engine_mesh() if mesh is None else mesh
+        replicas, tensor = mesh.shape[REPLICA], mesh.shape[TENSOR]
+        check_tensor(config, tensor)
+        self.slots = slots * replicas
         self.cache_tokens = cache_tokens
         self.stats: collections.Counter[str] = collections.Counter()
-        self._burst = burst
         self._stop_ids = frozenset(int(i) for i in stop_ids)
         self._decode_text = decode_text
         self._embedded = config.vocab_size
-        self._device = device or jax.local_devices()[0]
+        self._mesh = mesh
         attention = PLAIN
-        page = page or attention.page
-        self._shapes = Shapes(slots, page, attention.lanes, cache_tokens)
-        tokens = PREFILL_TOKENS.get(self._device.platform, OTHER_PREFILL_TOKENS)
-        self._prefill_pages = pages_of(tokens, page)
-        one = pages_of(cache_tokens, page) + 1  # a request's prompt and response are rounded up
-        count = slots * one if budget_tokens is None else budget_tokens // page
+        self._shapes = shapes = Shapes(slots, page or attention.page, attention.lanes, cache_tokens)
+        tokens = PREFILL_TOKENS.get(mesh.devices.flat[0].platform, OTHER_PREFILL_TOKENS)
+        self._prefill_pages = pages_of(tokens, shapes.page)
+        one = pages_of(cache_tokens, shapes.page) + 1  # both prompt and response are rounded up
+        count = slots * one if budget_tokens is None else budget_tokens // shapes.page
         if count < one:
             raise ValueError(
                 f"{budget_tokens} tokens are too few: one request of {cache_tokens} tokens needs "
-                f"{one * page}"
+                f"{one * shapes.page}"
             )
-        kept = None if store_tokens is None else store_tokens // page
-        self._store = PageStore(count + 1, page, kept, sharing)
-        self._prepare = jax.jit(lambda p: prepare_weights(graphdef, p, dtype))
+        kept = None if store_tokens is None else store_tokens // shapes.page
+        self._replicas = [
+            Replica(shapes, PageStore(count + 1, shapes.page, kept, sharing), burst)
+            for _ in range(replicas)
+        ]
+        prepare = functools.partial(
+            prepare_weights, config, graphdef, dtype=jnp.dtype(dtype), tensor=tensor
+        )
+        weights = jax.eval_shape(prepare, params)
+        heads = config.num_kv_heads * key_head_copies(config, tensor)
+        create = functools.partial(
+            new_state, config, attention, replicas, heads, slots, count + 1, shapes.page,
+            _joined([decode_work({}, shapes)] * replicas), jnp.dtype(dtype),
+        )  # fmt: skip
+        state = jax.eval_shape(create)
+        self._prepare = jax.jit(prepare, out_shardings=shardings(mesh, weight_specs(weights)))
+        self._new_state = jax.jit(create, out_shardings=shardings(mesh, state_specs(state)))
         self._prefill, self._decode = compiled_programs(
-            config, attention, vocab_size, tuple(sorted(self._stop_ids)), burst
-        )
-        self._new_state = functools.partial(
-            new_state,
-            config,
-            attention,
-            slots,
-            count + 1,
-            page,
-            decode_work({}, self._shapes),
-            dtype,
-        )
+            config, attention, mesh, weights, state, vocab_size, tuple(sorted(self._stop_ids)),
+            burst,
+        )  # fmt: skip
         self._state = self._weights = None
-        self._waiting: dict[int, _Running] = {}  # by uid, in order of submission
-        self._ready: collections.deque[_Running] = collections.deque()
-        self._running: dict[int, _Running] = {}
+        self._waiting: dict[int, Running] = {}  # by uid, in order of submission
         self._uids = 0
         self.set_weights(params, version)
 
@@ -132,11 +132,17 @@ class Engine:
         """Replaces the weights between calls and forgets the stored prompts; running requests would
         mix policies, so none may run.
 
-        Raises RuntimeError if any does.
+        ``params`` may lie on any devices; where they are the engine's, in its order, nothing but
+        the engine's own copy is made.
+
+        Raises RuntimeError if any request runs.
         """
         self.drop()
-        self._state = jax.device_put(self._new_state(), self._device)
-        self._weights = self._prepare(jax.device_put(params, self._device))
+        self._state = self._new_state()
+        devices = list(self._mesh.devices.flat)
+        if any(set(leaf.devices()) != set(devices) for leaf in jax.tree.leaves(params)):
+            params = jax.device_put(params, NamedSharding(self._mesh, PartitionSpec()))
+        self._weights = self._prepare(params)
         self.version = version
 
     def drop(self) -> None:
@@ -145,15 +151,17 @@ class Engine:
 
         Raises RuntimeError if any request runs.
         """
-        if self._running:
-            raise RuntimeError(
-                f"{len(self._running)} requests are running: weights change between batches"
-            )
-        for ready in self._ready:
-            self._release(ready)
-        self._waiting = {r.uid: r for r in self._ready} | self._waiting
-        self._ready.clear()
-        self._store.clear()
+        running = sum(len(replica.running) for replica in self._replicas)
+        if running:
+            raise RuntimeError(f"{running} requests are running: weights change between batches")
+        back = {}
+        for replica in self._replicas:
+            for ready in replica.ready:
+                replica.release(ready)
+                back[ready.uid] = ready
+            replica.ready.clear()
+            replica.store.clear()
+        self._waiting = dict(sorted(back.items())) | self._waiting
         self._state = self._weights = None
 
     def submit(self, request: Request) -> int:
@@ -179,50 +187,55 @@ class Engine:
             raise ValueError(f"prompt id {top} is not among the {self._embedded} embedded ids")
         uid = self._uids
         self._uids += 1
-        self._waiting[uid] = _Running(uid, request)
+        self._waiting[uid] = Running(uid, request)
         return uid
 
     @property
     def idle(self) -> bool:
-        return not self._waiting and not self._ready and not self._running
+        return not self._waiting and not any(replica.load for replica in self._replicas)
 
     def cancel(self, uid: int) -> None:
         """Drops a request, waiting or running; its slot and its pages are free at once."""
         self._waiting.pop(uid, None)
-        for ready in [r for r in self._ready if r.uid == uid]:
-            self._ready.remove(ready)
-            self._release(ready)
-        for slot in [slot for slot, run in self._running.items() if run.uid == uid]:
-            self._release(self._running.pop(slot))
+        for replica in self._replicas:
+            replica.cancel(uid)
 
     def compile_count(self) -> int:
         """Programs compiled so far: constant after warm-up."""
-        programs = (self._prefill, self._decode, self._prepare)
+        programs = (self._prefill, self._decode, self._prepare, self._new_state)
         return sum(p._cache_size() for p in programs)
 
     def step(self) -> list[tuple[int, Completion]]:
         """Admits, decodes one burst and returns (uid, completion) of what finished."""
-        free = [slot for slot in range(self.slots) if slot not in self._running]
-        self._prepare_requests(len(free))
-        admitted = {}
-        while free and self._ready:
-            slot = free.pop(0)
-            admitted[slot] = self._running[slot] = self._ready.popleft()
-        if not self._running:
+        self._prepare_requests([len(replica.free_slots) for replica in self._replicas])
+        admitted = [replica.admit() for replica in self._replicas]
+        running = [r for replica in self._replicas for r in replica.running.values()]
+        if not running:
             return []
-        requests = [running.request for running in self._running.values()]
+        B = self._shapes.slots
+        waits = bool(self._waiting) or any(replica.ready for replica in self._replicas)
+        # Ending a burst costs little beside its steps, an idle slot a share of every step.
+        enough = max(1, B // 16) if waits else B
+        plans = [
+            replica.plan(new, enough) for replica, new in zip(self._replicas, admitted, strict=True)
+        ]
         self._state, burst = self._decode(
-            self._weights, self._state, self._plan(admitted),
-            truncated=any(r.truncated for r in requests), top=any(r.top_logps for r in requests),
+            self._weights, self._state, _joined(plans),
+            truncated=any(r.request.truncated for r in running),
+            top=any(r.request.top_logps for r in running),
         )  # fmt: skip
         # The device is busy: what comes next is looked up and queued behind the burst.
-        self._prepare_requests(max(1, self.slots // 4))
+        self._prepare_requests([max(1, B // 4)] * len(self._replicas))
         burst = jax.device_get(burst)
         self.stats["decode_steps"] += int(burst.counts.max(initial=0))
         self.stats["decode_tokens"] += int(burst.counts.sum())
         finished = []
-        for slot in list(self._running):
-            finished += self._extend(slot, burst)
+        for first, replica in enumerate(self._replicas):
+            for slot, running in list(replica.running.items()):
+                completion = self._extend(running, burst, first * B + slot)
+                if completion is not None:
+                    replica.release(replica.running.pop(slot))
+                    finished.append((running.uid, completion))
         return finished
 
     def run(self, requests: Sequence[Request]) -> list[Completion]:
@@ -234,67 +247,51 @@ class Engine:
                 results[order[uid]] = completion
         return results
 
-    def _prepare_requests(self, count: int) -> None:
-        """Gets up to ``count`` requests ready: takes their pages and queues their prefill."""
-        new: list[Node] = []
-        while self._waiting and len(self._ready) < count:
-            ready = next(iter(self._waiting.values()))
-            request = ready.request
-            own = pages_of(request.max_tokens, self._shapes.page)
-            prompt = tuple(request.prompt_ids[:-1])
-            if not self._store.fits(prompt, own):
+    def _prepare_requests(self, counts: Sequence[int]) -> None:
+        """Gets up to ``counts`` requests of each replica ready: takes their pages and queues their
+        prefill."""
+        new: list[list[Node]] = [[] for _ in self._replicas]
+        while self._waiting:
+            waiting = next(iter(self._waiting.values()))
+            at = self._place(waiting, counts)
+            if at is None:
                 break
-            del self._waiting[ready.uid]
-            ready.nodes, stored = self._store.hold(prompt)
-            ready.own = self._store.take(own)
-            new += ready.nodes[stored:]
-            self._ready.append(ready)
-            self.stats["prompt_tokens"] += len(request.prompt_ids)
-        while new:
-            size = self._prefill_pages
-            part, new = new[:size], new[size:]
-            self._state = self._prefill(
-                self._weights, self._state, prefill_pages(part, size, self._shapes)
-            )
-            self.stats["prefill_tokens"] += sum(len(node.ids) for node in part)
-            self.stats["prefill_padded_tokens"] += size * self._shapes.page
+            del self._waiting[waiting.uid]
+            new[at] += self._replicas[at].hold(waiting)
+            self.stats["prompt_tokens"] += len(waiting.request.prompt_ids)
+        size = self._prefill_pages
+        while any(new):
+            part, new = [nodes[:size] for nodes in new], [nodes[size:] for nodes in new]
+            pages = [prefill_pages(nodes, size, self._shapes) for nodes in part]
+            self._state = self._prefill(self._weights, self._state, _joined(pages))
+            self.stats["prefill_tokens"] += sum(len(n.ids) for nodes in part for n in nodes)
+            self.stats["prefill_padded_tokens"] += size * self._shapes.page * len(part)
 
-    def _plan(self, admitted: dict[int, _Running]) -> Plan:
-        B = self.slots
-        alive, admit = np.zeros(B, bool), np.zeros(B, bool)
-        last, prompt, limit = np.zeros((3, B), np.int32)
-        temperature, top_p = np.ones((2, B), np.float32)
-        top_k, keys = np.zeros(B, np.int32), np.zeros((B, 2), np.uint32)
-        own = np.full((B, self._shapes.row_pages), UNUSED, np.int32)
-        rows = {}
-        for slot, running in self._running.items():
-            alive[slot] = True
-            own[slot, : len(running.own)] = running.own
-            reached = pages_of(len(running.ids) + self._burst, self._shapes.page)
-            rows[slot] = RowPages(running.nodes, running.own[:reached])
-        for slot, running in admitted.items():
-            r = running.request
-            admit[slot], last[slot], prompt[slot] = True, r.prompt_ids[-1], len(r.prompt_ids) - 1
-            limit[slot], temperature[slot] = r.max_tokens, r.temperature
-            top_p[slot], top_k[slot], keys[slot] = r.top_p, r.top_k, r.key
-        new = Slots(
-            last, prompt, np.zeros(B, np.int32), limit, admit,
-            Sampling(temperature, top_p, top_k, keys),
-        )  # fmt: skip
-        # Ending a burst costs little beside its steps, an idle slot a share of every step.
-        waits = bool(self._waiting or self._ready)
-        enough = max(1, B // 16) if waits else B
-        return Plan(alive, admit, new, own, decode_work(rows, self._shapes), np.int32(enough))
+    def _place(self, waiting: Running, counts: Sequence[int]) -> int | None:
+        """The replica for a request: of those that have room and are not much busier than the least
+        busy one, where most of its prompt is stored. None: it must wait."""
+        room = [
+            at
+            for at, replica in enumerate(self._replicas)
+            if len(replica.ready) < counts[at] and replica.fits(waiting)
+        ]
+        if not room:
+            return None
+        loads = {at: self._replicas[at].load for at in room}
+        most = min(loads.values()) + self._shapes.slots // 4
+        return min(
+            (at for at in room if loads[at] <= most),
+            key=lambda at: (-self._replicas[at].stored_pages(waiting), loads[at]),
+        )
 
-    def _extend(self, slot: int, burst: Any) -> list[tuple[int, Completion]]:
-        """Adds what a slot drew to its request; frees the slot and returns it when it is done."""
-        running, n = self._running[slot], int(burst.counts[slot])
-        request = running.request
-        running.ids += burst.tokens[slot, :n].tolist()
-        running.logps += burst.logps[slot, :n].tolist()
+    def _extend(self, running: Running, burst: Any, row: int) -> Completion | None:
+        """Adds what a row of the burst drew to its request; returns it if it is done."""
+        n, request = int(burst.counts[row]), running.request
+        running.ids += burst.tokens[row, :n].tolist()
+        running.logps += burst.logps[row, :n].tolist()
         if request.top_logps:
             k = request.top_logps
-            running.tops.append((burst.top_ids[slot, :n, :k], burst.top_logps[slot, :n, :k]))
+            running.tops.append((burst.top_ids[row, :n, :k], burst.top_logps[row, :n, :k]))
         reason = None
         if running.ids and running.ids[-1] in self._stop_ids:
             reason = "stop"
@@ -304,16 +301,15 @@ class Engine:
         if end is not None:
             running.ids, running.logps, reason = running.ids[:end], running.logps[:end], "stop"
         if reason is None:
-            return []
-        self._release(self._running.pop(slot))
+            return None
         done = Completion(running.ids, np.asarray(running.logps, np.float32), reason, self.version)
         if request.top_logps:
             ids, logps = zip(*running.tops, strict=True)
             done.top_ids = np.concatenate(ids)[: len(running.ids)]
             done.top_logps = np.concatenate(logps)[: len(running.ids)]
-        return [(running.uid, done)]
+        return done
 
-    def _stop_string_end(self, running: _Running, new: int) -> int | None:
+    def _stop_string_end(self, running: Running, new: int) -> int | None:
         """The number of tokens that complete the earliest stop string, or None."""
         strings = running.request.stop_strings
         if not strings or not any(s in self._decode_text(running.ids) for s in strings):
@@ -323,8 +319,9 @@ class Engine:
                 return end
         return None
 
-    def _release(self, running: _Running) -> None:
-        """Frees the pages of a request that ended, was cancelled or goes back to wait."""
-        self._store.release(running.nodes)
-        self._store.give_back(running.own)
-        running.nodes, running.own = [], []
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """The plans of all replicas as one: their arrays one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)

@@ -93,8 +93,8 @@ def decode_work(rows: Mapping[int, RowPages], shapes: Shapes) -> Work:
         base=base.reshape(shape),
         own=own.reshape(shape),
         parts=parts,
-        chunks=np.int32(-(-len(items) // shapes.items)),
-        groups=np.int32(-(-longest // GROUP)),
+        chunks=np.array([-(-len(items) // shapes.items)], np.int32),
+        groups=np.array([-(-longest // GROUP)], np.int32),
     )
 
 

@@ -1,6 +1,8 @@
 """The engine's device programs: fill pages of prompts, decode all slots for a burst of steps.
 
-Axes: B slots, S pages of one prefill, P tokens of a page, J pages of a row, V vocabulary.
+Axes of one replica: B slots, S pages of one prefill, P tokens of a page, J pages of a row, V
+vocabulary. Every array outside the programs holds all replicas, one after the other, along its
+first axis; inside they are mapped over the mesh, and each sees its own part.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from models.cache_attention import CacheAttention, Pages, Work, new_pages
 from models.config import ModelConfig
-from models.qwen import Qwen, rope_tables
+from models.qwen import rope_tables
+from srpo_jax.engine.layout import REPLICA, TENSOR, Weights, weight_specs
 from srpo_jax.engine.requests import TOP_LOGPS
-from srpo_jax.engine.sampling import draw, row_uniforms, token_logits
+from srpo_jax.engine.sampling import best_ids, draw, row_uniforms, token_logits
 
 
 class Sampling(NamedTuple):
@@ -55,7 +59,7 @@ class Plan(NamedTuple):
     new: Slots  # what they get
     own: jax.Array  # [B, J] int32: the pages of each slot's own tokens; UNUSED past them
     work: Work
-    enough: jax.Array  # [] int32: the burst ends early when so many requests have
+    enough: jax.Array  # [1] int32: the burst ends early when so many requests have
 
 
 class Burst(NamedTuple):
@@ -78,26 +82,6 @@ class Prefill(NamedTuple):
     depth: jax.Array  # [S] int32: how many those are
 
 
-class Weights(NamedTuple):
-    """Decode-time layout: per-layer arrays (no slicing of stacks) and a [V, D] head."""
-
-    embed: Any
-    layers: tuple[Any, ...]
-    norm: Any
-    head: jax.Array
-
-
-def prepare_weights(graphdef: Any, params: dict, dtype: Any) -> Weights:
-    """Unstacks the layers in the engine's dtype; a tied head is the embedding itself."""
-    params = jax.tree.map(lambda a: a.astype(dtype), params)
-    model: Qwen = nnx.merge(graphdef, params)
-    layers = tuple(
-        jax.tree.map(lambda a, i=i: a[i], model.layers) for i in range(model.config.num_layers)
-    )
-    head, vocab_axis = model.head()
-    return Weights(model.embed, layers, model.norm, head if vocab_axis == 0 else head.T)
-
-
 def empty_slots(slots: int) -> Slots:
     """No slot is active."""
 
@@ -117,19 +101,44 @@ def empty_slots(slots: int) -> Slots:
 def new_state(
     config: ModelConfig,
     attention: CacheAttention,
+    replicas: int,
+    key_heads: int,
     slots: int,
     pages: int,
     page: int,
     work: Work,
     dtype: Any,
 ) -> EngineState:
-    """An empty cache of ``pages`` pages and no active slot, for work of the shape of ``work``."""
-    kv, width = config.num_kv_heads, config.head_dim
+    """``replicas`` empty caches of ``pages`` pages, copies of key heads among ``key_heads``, and no
+    active slot of ``slots`` each, for work of the shape of ``work`` (all replicas)."""
+    width = config.head_dim
     return EngineState(
-        cache=tuple(new_pages(pages, page, kv, width, dtype) for _ in range(config.num_layers)),
-        slots=empty_slots(slots),
-        room=attention.room(work, kv, config.num_heads // kv, width),
+        cache=tuple(
+            new_pages(replicas * pages, page, key_heads, width, dtype)
+            for _ in range(config.num_layers)
+        ),
+        slots=empty_slots(replicas * slots),
+        room=attention.room(work, key_heads, config.num_heads // key_heads, width),
     )
+
+
+def state_specs(state: EngineState) -> EngineState:
+    """How the state lies on the mesh: replicas apart, key heads over the tensor axis."""
+    return EngineState(
+        jax.tree.map(lambda _: P(REPLICA, TENSOR), state.cache),
+        jax.tree.map(lambda _: P(REPLICA), state.slots),
+        jax.tree.map(lambda _: P(REPLICA, None, TENSOR), state.room),
+    )
+
+
+def embed(weights: Weights, tokens: jax.Array, axis: str | None) -> jax.Array:
+    """Embeddings [..., D] of ids, from the device that holds them."""
+    if axis is None:
+        return weights.embedding[tokens]
+    V = weights.embedding.shape[0]
+    at = tokens - jax.lax.axis_index(axis) * V
+    mine = weights.embedding[jnp.clip(at, 0, V - 1)]
+    return jax.lax.psum(jnp.where(((at >= 0) & (at < V))[..., None], mine, 0), axis)
 
 
 def prefill(
@@ -139,22 +148,23 @@ def prefill(
     *,
     config: ModelConfig,
     attention: CacheAttention,
+    axis: str | None,
 ) -> EngineState:
     """Computes the keys and values of whole pages of prompts. Draws nothing: a prompt's last token
     is fed by the first decode step."""
-    S, P = pages.tokens.shape
-    positions = jnp.maximum(pages.depth - 1, 0)[:, None] * P + jnp.arange(P)
-    x = weights.embed(pages.tokens.reshape(-1))
+    S, size = pages.tokens.shape
+    positions = jnp.maximum(pages.depth - 1, 0)[:, None] * size + jnp.arange(size)
+    x = embed(weights, pages.tokens.reshape(-1), axis)
     rope = rope_tables(config, positions.reshape(-1), x.dtype)
     caches = []
     for layer, cache in zip(weights.layers, state.cache, strict=True):
 
         def attend(q, k, v, cache=cache):
-            q, k, v = (a.reshape(S, P, *a.shape[1:]) for a in (q, k, v))
+            q, k, v = (a.reshape(S, size, *a.shape[1:]) for a in (q, k, v))
             out, cache = attention.prefill(q, k, v, cache, pages.page, pages.context, pages.depth)
-            return out.reshape(S * P, *out.shape[2:]), cache
+            return out.reshape(S * size, *out.shape[2:]), cache
 
-        x, cache = layer(x, rope, attend)
+        x, cache = layer(x, rope, attend, axis)
         caches.append(cache)
     return state._replace(cache=tuple(caches))
 
@@ -167,6 +177,7 @@ def decode(
     steps: int,
     config: ModelConfig,
     attention: CacheAttention,
+    axis: str | None,
     vocab_size: int,
     stop_ids: tuple[int, ...],
     truncated: bool,
@@ -182,7 +193,7 @@ def decode(
     )  # fmt: skip
     slots = slots._replace(active=slots.active & plan.alive)
     B = slots.last.shape[0]
-    P = state.cache[0].v.shape[2]
+    size = state.cache[0].v.shape[2]
     sampling = slots.sampling
     greedy = sampling.temperature == 0.0
     temperature = jnp.where(greedy, 1.0, sampling.temperature)
@@ -191,14 +202,14 @@ def decode(
     def goes_on(carry):
         n, state, _ = carry
         left = state.slots.active.sum()
-        return (n < steps) & (left > 0) & (running - left < plan.enough)
+        return (n < steps) & (left > 0) & (running - left < plan.enough[0])
 
     def step(carry):
         n, state, burst = carry
         slots, room = state.slots, state.room
-        x = weights.embed(slots.last)
+        x = embed(weights, slots.last, axis)
         rope = rope_tables(config, slots.prompt + slots.drawn, x.dtype)
-        block = jnp.minimum(slots.drawn // P, plan.own.shape[1] - 1)
+        block = jnp.minimum(slots.drawn // size, plan.own.shape[1] - 1)
         page = jnp.take_along_axis(plan.own, block[:, None], axis=1)[:, 0]
         caches = []
         for layer, cache in zip(weights.layers, state.cache, strict=True):
@@ -209,12 +220,18 @@ def decode(
                 )
                 return out, changed
 
-            x, (cache, room) = layer(x, rope, attend)
+            x, (cache, room) = layer(x, rope, attend, axis)
             caches.append(cache)
-        logits = token_logits(weights.norm(x), weights.head, temperature, vocab_size)
+        logits = token_logits(weights.norm(x), weights.head, temperature, vocab_size, axis)
         uniforms = row_uniforms(sampling.keys, slots.drawn)
         tokens, logps, log_z = draw(
-            logits, uniforms, greedy, sampling.top_p, sampling.top_k, truncated=truncated
+            logits,
+            uniforms,
+            greedy,
+            sampling.top_p,
+            sampling.top_k,
+            truncated=truncated,
+            axis=axis,
         )
         active = slots.active
         burst = burst._replace(
@@ -223,7 +240,7 @@ def decode(
             counts=burst.counts + active,
         )
         if top:
-            best, ids = jax.lax.top_k(logits.T, burst.top_ids.shape[-1])
+            best, ids = best_ids(logits, burst.top_ids.shape[-1], axis)
             burst = burst._replace(
                 top_ids=burst.top_ids.at[:, n].set(ids),
                 top_logps=burst.top_logps.at[:, n].set(best - log_z[:, None]),
@@ -253,23 +270,34 @@ def decode(
 def compiled_programs(
     config: ModelConfig,
     attention: CacheAttention,
+    mesh: Mesh,
+    weights: Weights,
+    state: EngineState,
     vocab_size: int,
     stop_ids: tuple[int, ...],
     steps: int,
 ) -> tuple[Any, Any]:
-    """(prefill, decode) jitted, the state donated; ``truncated`` and ``top`` stay arguments."""
+    """(prefill, decode) jitted over the mesh, the state donated; ``truncated`` and ``top`` stay
+    arguments. Of ``weights`` and ``state`` only the structure is read."""
+    axis = TENSOR if mesh.shape[TENSOR] > 1 else None
+    where, each = state_specs(state), P(REPLICA)
+    common = {"config": config, "attention": attention, "axis": axis}
+
+    def mapped(program, out):
+        # Kernels say nothing of how their outputs vary over the mesh, so that check is off.
+        return jax.shard_map(
+            program, mesh=mesh, in_specs=(weight_specs(weights), where, each), out_specs=out,
+            check_vma=False,
+        )  # fmt: skip
+
+    def decode_all(weights, state, plan, *, truncated, top):
+        program = functools.partial(
+            decode, steps=steps, vocab_size=vocab_size, stop_ids=stop_ids, truncated=truncated,
+            top=top, **common,
+        )  # fmt: skip
+        return mapped(program, (where, each))(weights, state, plan)
+
     return (
-        jax.jit(functools.partial(prefill, config=config, attention=attention), donate_argnums=1),
-        jax.jit(
-            functools.partial(
-                decode,
-                steps=steps,
-                config=config,
-                attention=attention,
-                vocab_size=vocab_size,
-                stop_ids=stop_ids,
-            ),
-            donate_argnums=1,
-            static_argnames=("truncated", "top"),
-        ),
+        jax.jit(mapped(functools.partial(prefill, **common), where), donate_argnums=1),
+        jax.jit(decode_all, donate_argnums=1, static_argnames=("truncated", "top")),
     )

@@ -2,7 +2,9 @@
 
 A row's draw depends on its own key, its own position and its own logits alone. Logits are [V, B]:
 on CPU the product with the vocabulary runs half again as fast in that order, and the sums over
-the vocabulary below take B numbers at a time.
+the vocabulary below take B numbers at a time. Under shard_map, ``axis`` is the mapped axis over
+which the vocabulary is split: V is then a device's share, of whole blocks, and every device draws
+the same tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ def row_uniforms(keys_B2: jax.Array, counts_B: jax.Array) -> jax.Array:
 
 
 def token_logits(
-    hidden_BD: jax.Array, head_VD: jax.Array, temperature_B: jax.Array, vocab_size: int
+    hidden_BD: jax.Array,
+    head_VD: jax.Array,
+    temperature_B: jax.Array,
+    vocab_size: int,
+    axis: str | None = None,
 ) -> jax.Array:
     """Logits [V, B] / temperature in at least float32, ids >= ``vocab_size`` masked."""
     dtype = jnp.promote_types(hidden_BD.dtype, jnp.float32)
@@ -37,23 +43,35 @@ def token_logits(
         head_VD, hidden_BD, (((1,), (1,)), ((), ())), preferred_element_type=dtype
     )
     logits = logits / temperature_B.astype(dtype)
-    if vocab_size < logits.shape[0]:
-        logits = jnp.where(jnp.arange(logits.shape[0])[:, None] < vocab_size, logits, MASKED_LOGIT)
+    V = logits.shape[0]
+    if axis is not None or vocab_size < V:
+        ids = _first(axis, V) + jnp.arange(V)
+        logits = jnp.where(ids[:, None] < vocab_size, logits, MASKED_LOGIT)
     return logits
 
 
-def inverse_cdf(blocks_NCB: jax.Array, uniforms_B: jax.Array) -> jax.Array:
+def _first(axis: str | None, size: int) -> jax.Array | int:
+    """Where this device's share begins, of equal ones of ``size``."""
+    return 0 if axis is None else jax.lax.axis_index(axis) * size
+
+
+def _together(x: jax.Array, axis: str | None, dimension: int) -> jax.Array:
+    """The shares of all devices along a dimension, in order."""
+    return x if axis is None else jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
+
+
+def inverse_cdf(blocks_NCB: jax.Array, uniforms_B: jax.Array, axis: str | None = None) -> jax.Array:
     """Ids [B] int32 drawn from unnormalised probabilities [N, C, B] (N blocks of C ids) by
     inverting their sums.
 
     First the block, then the id in it: two short scans, not V random numbers. An id of probability
     0 is never drawn.
     """
-    masses = blocks_NCB.sum(1).T
+    masses = _together(blocks_NCB.sum(1).T, axis, 1)
     block_ends = jnp.cumsum(masses, axis=-1)
     target = uniforms_B[:, None] * block_ends[:, -1:]
     block = _first_past(target, block_ends, masses)
-    inside = _block_of(blocks_NCB, block)
+    inside = _block_of(blocks_NCB, block, axis)
     before = jnp.where(
         block > 0, jnp.take_along_axis(block_ends, block[:, None] - 1, axis=1)[:, 0], 0
     )
@@ -61,9 +79,14 @@ def inverse_cdf(blocks_NCB: jax.Array, uniforms_B: jax.Array) -> jax.Array:
     return (block * blocks_NCB.shape[1] + index).astype(jnp.int32)
 
 
-def _block_of(blocks_NCB: jax.Array, block_B: jax.Array) -> jax.Array:
+def _block_of(blocks_NCB: jax.Array, block_B: jax.Array, axis: str | None) -> jax.Array:
     """One block of each row: [B, C]."""
-    return blocks_NCB[block_B, :, jnp.arange(block_B.shape[0])]
+    N, _, B = blocks_NCB.shape
+    if axis is None:
+        return blocks_NCB[block_B, :, jnp.arange(B)]
+    at = block_B - _first(axis, N)
+    mine = blocks_NCB[jnp.clip(at, 0, N - 1), :, jnp.arange(B)]
+    return jax.lax.psum(jnp.where(((at >= 0) & (at < N))[:, None], mine, 0), axis)
 
 
 def _first_past(target_B1: jax.Array, ends_BN: jax.Array, masses_BN: jax.Array) -> jax.Array:
@@ -103,6 +126,7 @@ def draw(
     top_k_B: jax.Array,
     *,
     truncated: bool,
+    axis: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Tokens [B] int32, their log-probs and the log of the partition sums [B], at least float32,
     from logits [V, B] that are already scaled and masked.
@@ -114,17 +138,35 @@ def draw(
     V, B = logits_VB.shape
     padded = jnp.pad(logits_VB, ((0, -V % BLOCK), (0, 0)), constant_values=MASKED_LOGIT)
     blocks = padded.reshape(-1, BLOCK, B)
-    tops = blocks.max(1)
+    tops = _together(blocks.max(1), axis, 0)
     highest = tops.max(0)
     weights = jnp.exp(blocks - highest)
     total = weights.sum(1).sum(0)
+    total = total if axis is None else jax.lax.psum(total, axis)
     log_z = highest + jnp.log(total)
     if truncated:
-        kept = truncate(weights.reshape(-1, B).T / total[:, None], top_p_B, top_k_B)
+        every = _together(weights.reshape(-1, B), axis, 0)
+        kept = truncate(every.T / total[:, None], top_p_B, top_k_B).T
+        kept = jax.lax.dynamic_slice_in_dim(kept, _first(axis, V + -V % BLOCK), V + -V % BLOCK)
         whole = (top_p_B >= 1.0) & (top_k_B <= 0)  # their bits are those of an untruncated draw
-        weights = jnp.where(whole, weights, kept.T.reshape(weights.shape))
-    sampled = inverse_cdf(weights, uniforms_B)
+        weights = jnp.where(whole, weights, kept.reshape(weights.shape))
+    sampled = inverse_cdf(weights, uniforms_B, axis)
     best_block = jnp.argmax(tops, axis=0)
-    best = best_block * BLOCK + jnp.argmax(_block_of(blocks, best_block), axis=-1)
+    best = best_block * BLOCK + jnp.argmax(_block_of(blocks, best_block, axis), axis=-1)
     tokens = jnp.where(greedy_B, best.astype(jnp.int32), sampled)
-    return tokens, logits_VB[tokens, jnp.arange(B)] - log_z, log_z
+    logits = jnp.take_along_axis(
+        _block_of(blocks, tokens // BLOCK, axis), (tokens % BLOCK)[:, None], axis=1
+    )[:, 0]
+    return tokens, logits - log_z, log_z
+
+
+def best_ids(
+    logits_VB: jax.Array, count: int, axis: str | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The ``count`` largest logits of each row and their ids, [B, count], largest first."""
+    logits, ids = jax.lax.top_k(logits_VB.T, count)
+    if axis is None:
+        return logits, ids
+    ids = _together(ids + _first(axis, logits_VB.shape[0]), axis, 1)
+    logits, at = jax.lax.top_k(_together(logits, axis, 1), count)
+    return logits, jnp.take_along_axis(ids, at, axis=1)

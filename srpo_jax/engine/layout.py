@@ -1,0 +1,138 @@
+"""The engine's mesh and how its weights and state lie on it.
+
+The axes are (replica, tensor). A replica is a whole engine with slots and pages of its own; its
+heads, the MLP's inner width and the vocabulary are split over ``tensor``. Key heads that ``tensor``
+does not divide are copied, so that every device has the keys of its own query heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from models.config import ModelConfig
+from models.qwen import Qwen
+from srpo_jax.engine.sampling import BLOCK
+
+REPLICA, TENSOR = "replica", "tensor"
+
+_COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # [in, out]: out is split
+_ROWS = ("o_proj", "down_proj")  # [in, out]: in is split, the products are summed
+
+
+class Weights(NamedTuple):
+    """Decode-time layout: per-layer modules, no slicing of stacks; embedding and head [V, D]."""
+
+    embedding: jax.Array
+    layers: tuple[Any, ...]
+    norm: Any
+    untied: jax.Array | None  # the head, unless it is the embedding
+
+    @property
+    def head(self) -> jax.Array:
+        return self.embedding if self.untied is None else self.untied
+
+
+def engine_mesh(
+    devices: Sequence[jax.Device] | None = None, *, replicas: int = 1, tensor: int = 1
+) -> Mesh:
+    """A (replica, tensor) mesh over ``devices`` (None: the first of this process's).
+
+    ``replicas`` may be -1: as many as there are devices for. Raises ValueError where the sizes do
+    not make the devices, or these belong to several processes.
+    """
+    devices = list(jax.local_devices()[:1] if devices is None else devices)
+    if len({device.process_index for device in devices}) > 1:
+        raise ValueError("an engine lives inside one process, its devices belong to several")
+    made = len(devices) // tensor if replicas == -1 else replicas
+    if made * tensor != len(devices):
+        divisors = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
+        raise ValueError(
+            f"replicas {replicas} x tensor {tensor} does not make {len(devices)} devices; replicas "
+            f"-1 takes the rest where tensor is one of {', '.join(map(str, divisors))}"
+        )
+    grid = np.asarray(devices).reshape(made, tensor)
+    return Mesh(grid, (REPLICA, TENSOR), axis_types=(AxisType.Auto,) * 2)
+
+
+def check_tensor(config: ModelConfig, tensor: int) -> None:
+    """Raises ValueError where a model's heads or inner width cannot be split ``tensor`` ways."""
+    both = math.gcd(config.num_heads, config.intermediate_size)
+    if both % tensor:
+        fits = [n for n in range(1, both + 1) if both % n == 0]
+        nearest = min(fits, key=lambda n: (abs(n - tensor), n))
+        raise ValueError(
+            f"tensor {tensor} does not divide the model's {config.num_heads} query heads and its "
+            f"inner width {config.intermediate_size}; the nearest that does is {nearest}"
+        )
+
+
+def key_head_copies(config: ModelConfig, tensor: int) -> int:
+    """How often every key head is stored over ``tensor`` devices: least often so that they share
+    the copies evenly. ``tensor`` divides the query heads."""
+    group = config.num_heads // config.num_kv_heads
+    return next(
+        n for n in range(1, group + 1) if group % n == 0 and n * config.num_kv_heads % tensor == 0
+    )
+
+
+def prepare_weights(
+    config: ModelConfig, graphdef: Any, params: dict, dtype: Any, tensor: int = 1
+) -> Weights:
+    """Unstacks the layers in the engine's dtype, copies key heads, and fills the vocabulary up to
+    equal shares of whole blocks."""
+    params = jax.tree.map(lambda a: a.astype(dtype), params)
+    copies = key_head_copies(config, tensor)
+    if copies > 1:
+        stack = dict(params["layers"])
+        for name in ("k_proj", "v_proj"):
+            stack[name] = {k: _copied(a, config.head_dim, copies) for k, a in stack[name].items()}
+        params = params | {"layers": stack}
+    model: Qwen = nnx.merge(graphdef, params)
+    pad = -config.vocab_size % (BLOCK * tensor) if tensor > 1 else 0
+
+    def filled(vocabulary):
+        return jnp.pad(vocabulary, ((0, pad), (0, 0))) if pad else vocabulary
+
+    return Weights(
+        filled(model.embed.embedding[...]),
+        tuple(jax.tree.map(lambda a, i=i: a[i], model.layers) for i in range(config.num_layers)),
+        model.norm,
+        None if config.tie_embeddings else filled(model.head_kernel().T),
+    )
+
+
+def _copied(a: jax.Array, head_dim: int, copies: int) -> jax.Array:
+    heads = a.reshape(*a.shape[:-1], -1, head_dim)
+    return jnp.repeat(heads, copies, axis=-2).reshape(*a.shape[:-1], -1)
+
+
+def weight_specs(weights: Weights) -> Weights:
+    """The PartitionSpec of every array of ``weights``, as a pytree of their structure."""
+
+    def one(path, leaf):
+        names = [str(getattr(k, "key", getattr(k, "name", k))) for k in path]
+        if names[0] in ("embedding", "untied"):
+            return P(TENSOR, None)
+        if any(name in _COLUMNS for name in names):
+            return P(*(None,) * (leaf.ndim - 1), TENSOR)
+        if any(name in _ROWS for name in names):
+            return P(TENSOR, None)
+        return P()
+
+    return jax.tree_util.tree_map_with_path(one, weights)
+
+
+def shardings(mesh: Mesh, specs: Any) -> Any:
+    """NamedShardings of a pytree of PartitionSpecs."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
+    )

@@ -1,0 +1,117 @@
+"""One replica's bookkeeping on the host: which requests hold its slots and pages, what it does in
+the next burst."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from srpo_jax.engine.pages import UNUSED, Node, PageStore
+from srpo_jax.engine.plan import RowPages, Shapes, decode_work, pages_of
+from srpo_jax.engine.programs import Plan, Sampling, Slots
+from srpo_jax.engine.requests import Request
+
+
+@dataclass
+class Running:
+    """A request and what it holds: the pages of its prompt but for the last token, and its own."""
+
+    uid: int
+    request: Request
+    nodes: list[Node] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    tops: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return tuple(self.request.prompt_ids[:-1])
+
+
+class Replica:
+    """Slots, pages and stored prompts of one replica.
+
+    ``ready`` requests hold their pages and wait for a slot; ``running`` is by slot.
+    """
+
+    def __init__(self, shapes: Shapes, store: PageStore, burst: int):
+        self.shapes, self.store = shapes, store
+        self.ready: collections.deque[Running] = collections.deque()
+        self.running: dict[int, Running] = {}
+        self._burst = burst
+
+    @property
+    def load(self) -> int:
+        return len(self.ready) + len(self.running)
+
+    @property
+    def free_slots(self) -> list[int]:
+        return [slot for slot in range(self.shapes.slots) if slot not in self.running]
+
+    def fits(self, waiting: Running) -> bool:
+        """Whether there are pages for the whole length of a request."""
+        return self.store.fits(waiting.prompt, self._own_pages(waiting.request))
+
+    def stored_pages(self, waiting: Running) -> int:
+        """How many of the pages of a request's prompt are here already."""
+        return len(self.store.lookup(waiting.prompt))
+
+    def hold(self, waiting: Running) -> list[Node]:
+        """Gets a request ready that fits; returns the pages of its prompt that must be filled."""
+        waiting.nodes, stored = self.store.hold(waiting.prompt)
+        waiting.own = self.store.take(self._own_pages(waiting.request))
+        self.ready.append(waiting)
+        return waiting.nodes[stored:]
+
+    def release(self, running: Running) -> None:
+        """Frees the pages of a request that ended, was cancelled or goes back to wait."""
+        self.store.release(running.nodes)
+        self.store.give_back(running.own)
+        running.nodes, running.own = [], []
+
+    def cancel(self, uid: int) -> None:
+        for ready in [r for r in self.ready if r.uid == uid]:
+            self.ready.remove(ready)
+            self.release(ready)
+        for slot in [slot for slot, run in self.running.items() if run.uid == uid]:
+            self.release(self.running.pop(slot))
+
+    def admit(self) -> dict[int, Running]:
+        """Gives the free slots to requests that are ready: those of the next burst, by slot."""
+        admitted = {}
+        for slot in self.free_slots:
+            if self.ready:
+                admitted[slot] = self.running[slot] = self.ready.popleft()
+        return admitted
+
+    def plan(self, admitted: dict[int, Running], enough: int) -> Plan:
+        """The next burst; it ends early when ``enough`` requests have ended."""
+        B, shapes = self.shapes.slots, self.shapes
+        alive, admit = np.zeros(B, bool), np.zeros(B, bool)
+        last, prompt, limit = np.zeros((3, B), np.int32)
+        temperature, top_p = np.ones((2, B), np.float32)
+        top_k, keys = np.zeros(B, np.int32), np.zeros((B, 2), np.uint32)
+        own = np.full((B, shapes.row_pages), UNUSED, np.int32)
+        rows = {}
+        for slot, running in self.running.items():
+            alive[slot] = True
+            own[slot, : len(running.own)] = running.own
+            reached = pages_of(len(running.ids) + self._burst, shapes.page)
+            rows[slot] = RowPages(running.nodes, running.own[:reached])
+        for slot, running in admitted.items():
+            r = running.request
+            admit[slot], last[slot], prompt[slot] = True, r.prompt_ids[-1], len(r.prompt_ids) - 1
+            limit[slot], temperature[slot] = r.max_tokens, r.temperature
+            top_p[slot], top_k[slot], keys[slot] = r.top_p, r.top_k, r.key
+        new = Slots(
+            last, prompt, np.zeros(B, np.int32), limit, admit,
+            Sampling(temperature, top_p, top_k, keys),
+        )  # fmt: skip
+        work = decode_work(rows, shapes)
+        return Plan(alive, admit, new, own, work, np.array([enough], np.int32))
+
+    def _own_pages(self, request: Request) -> int:
+        return pages_of(request.max_tokens, self.shapes.page)
