@@ -12,6 +12,7 @@ S pages of a prefill, N query heads, Kv key heads, G = N / Kv, H head width.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ class Work(NamedTuple):
     own     [C, I] bool
     parts   [B, J] int32: item number * R + lane of a row's pages in order; -1 where there is none
     chunks  [1] int32: chunks that hold items
+    owned   [1] int32: the first of them, whose items are all own ones; the others hold none
     groups  [1] int32: groups of GROUP pages that some row needs
     """
 
@@ -50,6 +52,7 @@ class Work(NamedTuple):
     own: jax.Array
     parts: jax.Array
     chunks: jax.Array
+    owned: jax.Array
     groups: jax.Array
 
 
@@ -163,9 +166,9 @@ def cache_attention(
     wide = jnp.promote_types(q_BNH.dtype, jnp.float32)
     q = jnp.pad(q_BNH * H**-0.5, ((0, 1), (0, 0), (0, 0))).reshape(B + 1, Kv, G, H)
 
-    def chunk(c, partial):
-        page, rows = work.page[c], work.rows[c]
-        queries = q[rows].transpose(0, 2, 1, 3, 4).reshape(items, Kv, R * G, H)
+    def chunk(c, partial, lanes):
+        page, rows = work.page[c], work.rows[c, :, :lanes]
+        queries = q[rows].transpose(0, 2, 1, 3, 4).reshape(items, Kv, lanes * G, H)
         scores = jnp.einsum("ikrh,ikhp->ikrp", queries, cache.k[page], preferred_element_type=wide)
         own = jnp.take(own_B, rows[:, 0], mode="clip")
         visible = jnp.arange(P) < (work.base[c] + jnp.where(work.own[c], own, 0))[:, None]
@@ -177,8 +180,8 @@ def cache_attention(
         )
 
         def put(room, x):
-            x = x.astype(room.dtype).reshape(1, items, Kv, R, G, *x.shape[3:])
-            return jax.lax.dynamic_update_slice_in_dim(room, x, c, 0)
+            x = x.astype(room.dtype).reshape(1, items, Kv, lanes, G, *x.shape[3:])
+            return jax.lax.dynamic_update_slice(room, x, (c,) + (0,) * (x.ndim - 1))
 
         return Partial(
             put(partial.highest, highest),
@@ -186,7 +189,10 @@ def cache_attention(
             put(partial.values, values),
         )
 
-    partial = jax.lax.fori_loop(0, work.chunks[0], chunk, partial)
+    # How many rows share a product can change a row's bits: own pages have one, others R places.
+    owned, chunks = work.owned[0], work.chunks[0]
+    partial = jax.lax.fori_loop(0, owned, functools.partial(chunk, lanes=1), partial)
+    partial = jax.lax.fori_loop(owned, chunks, functools.partial(chunk, lanes=R), partial)
     return combine(partial, work, (B, Kv, G, H)).reshape(B, N, H).astype(q_BNH.dtype), partial
 
 

@@ -37,7 +37,7 @@ class Shapes:
 
     @property
     def chunks(self) -> int:
-        return -(-self.slots * self.row_pages // self.items)
+        return -(-self.slots * self.row_pages // self.items) + 1  # own items fill whole ones
 
 
 def _up(n: int, multiple: int) -> int:
@@ -73,6 +73,8 @@ def decode_work(rows: Mapping[int, RowPages], shapes: Shapes) -> Work:
             parts[slot, len(row.prompt) + b] = len(items) * lanes
             items.append((page, [slot], -b * shapes.page, True))
         longest = max(longest, len(row.prompt) + len(row.own))
+    owned = -(-len(items) // shapes.items)
+    items += [(UNUSED, [], 0, False)] * (owned * shapes.items - len(items))
     for page, (node, places) in readers.items():
         for i in range(0, len(places), lanes):
             together = places[i : i + lanes]
@@ -94,6 +96,7 @@ def decode_work(rows: Mapping[int, RowPages], shapes: Shapes) -> Work:
         own=own.reshape(shape),
         parts=parts,
         chunks=np.array([-(-len(items) // shapes.items)], np.int32),
+        owned=np.array([owned], np.int32),
         groups=np.array([-(-longest // GROUP)], np.int32),
     )
 
