@@ -94,6 +94,20 @@ def parameter_sources(config: ModelConfig) -> dict[Path_, _Source]:
     return sources
 
 
+def load_config(
+    path_or_hub_name: str | Path, *, revision: str | None = None, weights: bool = True
+) -> ModelConfig:
+    """A checkpoint's architecture; no weights are read, nor downloaded without ``weights``.
+
+    Raises CheckpointError: no such checkpoint, or one of another family.
+    """
+    folder = resolve_checkpoint(path_or_hub_name, revision=revision, weights=weights)
+    hf_config = read_json(folder / "config.json")
+    if hf_config.get("quantization_config"):
+        raise CheckpointError(f"{folder}: quantised checkpoints are not supported")
+    return ModelConfig.from_hf(hf_config)
+
+
 def load_hf(
     path_or_hub_name: str | Path,
     *,
@@ -116,10 +130,7 @@ def load_hf(
         but for a tied checkpoint whose own ``lm_head.weight`` differs from its embedding.
     """
     folder = resolve_checkpoint(path_or_hub_name, revision=revision)
-    hf_config = read_json(folder / "config.json")
-    if hf_config.get("quantization_config"):
-        raise CheckpointError(f"{folder}: quantised checkpoints are not supported")
-    config = ModelConfig.from_hf(hf_config)
+    config = load_config(folder)
     tensors = list_tensors(folder)
     if config.tie_embeddings and HEAD in tensors:
         _check_tied_head(folder, tensors.pop(HEAD), tensors.get(EMBEDDING))

@@ -45,7 +45,9 @@ class ChatTokenizer:
         """
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-        folder = self.folder = resolve_checkpoint(path_or_hub_name, revision=revision)
+        folder = self.folder = resolve_checkpoint(
+            path_or_hub_name, revision=revision, weights=False
+        )
         # AutoTokenizer may rebuild a tokenizer by model type and then disagree with tokenizer.json.
         as_stored = (folder / "tokenizer.json").is_file()
         if not as_stored and not any((folder / name).is_file() for name in _OTHER_FILES):

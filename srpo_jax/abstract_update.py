@@ -30,9 +30,8 @@ from srpo_jax.learner_programs import (
 )
 from srpo_jax.logprob import TokenScores, chunk_tokens
 from srpo_jax.optimizer import make_optimizer
-from srpo_jax.run_parts import check_attention, learner_settings
+from srpo_jax.run_parts import check_mesh, learner_settings
 from srpo_jax.sharding import batch_shards
-from srpo_jax.yaml_reading import RecipeError
 
 # The micro-batches that a step's token arrays are sized for: they are small, and the programs'
 # code does not depend on their number.
@@ -86,14 +85,9 @@ def sequence_length(recipe: Recipe) -> int:
 def abstract_update(recipe: Recipe, architecture: Architecture, mesh: Mesh) -> AbstractUpdate:
     """The update of a recipe on ``mesh``. Raises RecipeError where its rows do not divide, or its
     attention is another platform's."""
+    check_mesh(recipe, mesh)
     S, T, shards = recipe.learner.micro_batch_rows, sequence_length(recipe), batch_shards(mesh)
-    if S % shards:
-        raise RecipeError(
-            f"learner.micro_batch_rows is {S}, not a multiple of the {shards} devices of the data "
-            "and fsdp axes"
-        )
     config = architecture.config
-    check_attention(recipe, mesh)
     settings = learner_settings(recipe, architecture.tokenizer_ids)
     optimizer = make_optimizer(recipe.optimizer, recipe.trainer.steps)
     graphdef, params = _abstract_model(config, jnp.dtype(recipe.model.param_dtype))

@@ -10,18 +10,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from srpo_jax.recipe_errors import first_problem
 from srpo_jax.recipe_files import flat, read_with_base, with_override
+from srpo_jax.recipe_section import (
+    Count,
+    Dtype,
+    Fraction,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    Section,
+)
+from srpo_jax.rollout_config import RetrieverConfig, RolloutConfig
 from srpo_jax.yaml_reading import RecipeError, dump_yaml, read_yaml
 
 if TYPE_CHECKING:
@@ -29,19 +31,6 @@ if TYPE_CHECKING:
     from srpo_jax.objective import ObjectiveConfig
 
 __all__ = ["Recipe", "RecipeError", "TaskSet", "load_recipe", "parse_recipe"]
-
-Dtype = Literal["float32", "bfloat16"]
-Count = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    """A part of a recipe: immutable, strict on types, no unknown keys, no NaN or infinity."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -121,52 +110,6 @@ class TasksConfig(Section):
 
     train: TaskSet
     eval: dict[str, TaskSet] = {}
-
-
-class RetrieverConfig(Section):
-    """What the search tool asks: ``bm25`` over a corpus in this process, or HTTP servers."""
-
-    kind: Literal["bm25", "http"] = "bm25"
-    corpus: str | None = None
-    urls: list[str] = []
-    timeout: Positive = 10.0
-    retries: NonNegativeInt = 3
-
-    @model_validator(mode="after")
-    def _source(self) -> RetrieverConfig:
-        if self.kind == "bm25" and (self.corpus is None or self.urls):
-            raise ValueError("`kind: bm25` needs `corpus` (factbook or a .jsonl file), no `urls`")
-        if self.kind == "http" and (not self.urls or self.corpus is not None):
-            raise ValueError("`kind: http` needs `urls` (a list of addresses), no `corpus`")
-        return self
-
-
-class RolloutConfig(Section):
-    """How episodes are sampled. Tokens are per call; a response ends after one of ``stop_strings``.
-
-    ``slots`` is the engine's batch; ``cache_tokens`` the size of its cache (None: every slot has
-    room for the longest call), of which ``stored_tokens`` may keep prompts that no call reads now
-    (None: whatever is free). ``dtype`` is that of decoding (None: the model's); where it is not the
-    learner's, ``policy/sampler_gap`` tells what that costs and ``objective.sampler_cap`` corrects
-    for it.
-    """
-
-    tasks_per_step: Count
-    group_size: Count
-    prompt_tokens: Count
-    response_tokens: Count
-    temperature: Positive = 1.0
-    slots: Count
-    burst: Count = 16
-    cache_tokens: Count | None = None
-    stored_tokens: NonNegativeInt | None = None
-    dtype: Dtype | None = None
-    episode_seconds: Positive = 600.0
-    tool_seconds: Positive = 30.0
-    truncated: Literal["keep", "penalise", "drop_event"] = "keep"
-    stop_strings: list[Annotated[str, Field(min_length=1)]] = []
-    thinking: bool = False
-    max_failed_fraction: Fraction = 0.5
 
 
 class ObjectiveSection(Section):

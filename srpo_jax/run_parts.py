@@ -14,8 +14,7 @@ from jax.sharding import Mesh
 from envs.workflow import Task, Workflow
 from models.attention import attention_on
 from models.config import CheckpointError, ModelConfig
-from models.convert import load_hf, save_hf
-from models.qwen import split_params
+from models.convert import load_config, load_hf, save_hf
 from models.tokenizer import ChatTokenizer
 from srpo_jax.batch import ShapeMemory
 from srpo_jax.config import Recipe, RecipeError
@@ -25,7 +24,9 @@ from srpo_jax.learner import Learner
 from srpo_jax.learner_programs import LearnerSettings
 from srpo_jax.optimizer import make_optimizer
 from srpo_jax.plugins import build_reward, build_workflow
+from srpo_jax.remote_engine import RemoteEngine
 from srpo_jax.rollout import Rollout, SamplingConfig
+from srpo_jax.run_engine import local_engine, remote_engine
 from srpo_jax.sharding import batch_shards, make_mesh
 
 
@@ -37,12 +38,13 @@ class NonFiniteGradients(RuntimeError):
 
 @dataclass
 class Parts:
-    """The parts of one run. ``learner`` and ``stream`` are None where nothing is trained."""
+    """The parts of one run. ``learner`` and ``stream`` are None where nothing is trained; only
+    then can the engine be a remote one."""
 
     recipe: Recipe
     config: ModelConfig
     tokenizer: ChatTokenizer
-    engine: Engine
+    engine: Engine | RemoteEngine
     rollout: Rollout
     benchmarks: dict[str, Sequence[Task]]
     train_sampling: SamplingConfig
@@ -93,28 +95,31 @@ def build_parts(
 
     Raises RecipeError, DataError or CheckpointError, each one line that names what is wrong.
     """
+    if train and recipe.rollout.remote is not None:
+        raise RecipeError(
+            "rollout.remote: training samples with the learner's own weights; leave it out, or "
+            "evaluate with launch.evaluate"
+        )
     workflow = workflow or build_workflow(recipe)
     reward = reward or build_reward(recipe)
     sets = task_sets(recipe)
-    mesh = make_mesh(**recipe.learner.mesh.model_dump())
-    if train and recipe.learner.micro_batch_rows % batch_shards(mesh):
-        raise RecipeError(
-            f"learner.micro_batch_rows is {recipe.learner.micro_batch_rows}, not a multiple of the "
-            f"{batch_shards(mesh)} devices of the data and fsdp axes"
-        )
+    rollout = recipe.rollout
+    mesh = None if rollout.remote else make_mesh(**recipe.learner.mesh.model_dump())
     if train:
-        check_attention(recipe, mesh)
-    model, config = load_hf(
-        recipe.model.path, dtype=jnp.dtype(recipe.model.param_dtype), mesh=mesh if train else None,
-        revision=recipe.model.revision,
-    )  # fmt: skip
+        check_mesh(recipe, mesh)
+    if rollout.remote:
+        config = load_config(recipe.model.path, revision=recipe.model.revision, weights=False)
+    else:
+        model, config = load_hf(
+            recipe.model.path, dtype=jnp.dtype(recipe.model.param_dtype), mesh=mesh,
+            revision=recipe.model.revision,
+        )  # fmt: skip
     tokenizer = ChatTokenizer(recipe.model.path, revision=recipe.model.revision)
     if tokenizer.vocab_size > config.vocab_size:
         raise CheckpointError(
             f"{recipe.model.path}: the tokenizer has {tokenizer.vocab_size} ids, the model embeds "
             f"{config.vocab_size}"
         )
-    rollout = recipe.rollout
     longest = rollout.prompt_tokens + rollout.response_tokens
     if longest > config.max_position:
         raise RecipeError(
@@ -122,17 +127,11 @@ def build_parts(
             f"{recipe.model.path} was made for {config.max_position} positions"
         )
     check_prompts(sets, tokenizer.count_text, rollout.prompt_tokens)
-    graphdef, params = split_params(model)
-    try:
-        engine = Engine(
-            config, graphdef, params,
-            vocab_size=tokenizer.vocab_size, stop_ids=tokenizer.stop_ids, slots=rollout.slots,
-            cache_tokens=longest, burst=rollout.burst, budget_tokens=rollout.cache_tokens,
-            store_tokens=rollout.stored_tokens, decode_text=tokenizer.decode,
-            dtype=jnp.dtype(rollout.dtype or recipe.model.dtype),
-        )  # fmt: skip
-    except ValueError as error:
-        raise RecipeError(f"rollout.cache_tokens: {error}") from None
+    engine = (
+        remote_engine(recipe, tokenizer)
+        if rollout.remote
+        else local_engine(recipe, model, tokenizer, mesh)
+    )
     learner = None
     if train:
         updates = recipe.trainer.steps * recipe.learner.updates_per_batch * recipe.learner.epochs
@@ -170,8 +169,14 @@ def learner_settings(recipe: Recipe, vocab_size: int) -> LearnerSettings:
     )  # fmt: skip
 
 
-def check_attention(recipe: Recipe, mesh: Mesh) -> None:
-    """Raises RecipeError where the recipe insists on a kernel that the mesh's devices lack."""
+def check_mesh(recipe: Recipe, mesh: Mesh) -> None:
+    """Raises RecipeError where the learner's mesh does not divide its micro-batches, or the recipe
+    insists on a kernel that its devices lack."""
+    if recipe.learner.micro_batch_rows % batch_shards(mesh):
+        raise RecipeError(
+            f"learner.micro_batch_rows is {recipe.learner.micro_batch_rows}, not a multiple of the "
+            f"{batch_shards(mesh)} devices of the data and fsdp axes"
+        )
     try:
         attention_on(mesh, recipe.learner.attention)
     except ValueError as error:

@@ -75,6 +75,14 @@ def check_tensor(config: ModelConfig, tensor: int) -> None:
         )
 
 
+def fewest_devices(config: ModelConfig, devices: int, size: int, room: float) -> int:
+    """The fewest of ``devices`` that hold ``size`` bytes of weights with at most ``room`` bytes on
+    each, or the most that can share the model; a divisor of ``devices``."""
+    most = math.gcd(math.gcd(config.num_heads, config.intermediate_size), devices)
+    sizes = [n for n in range(1, most + 1) if most % n == 0]
+    return next((n for n in sizes if size / n <= room), most)
+
+
 def key_head_copies(config: ModelConfig, tensor: int) -> int:
     """How often every key head is stored over ``tensor`` devices: least often so that they share
     the copies evenly. ``tensor`` divides the query heads."""

@@ -1,0 +1,159 @@
+"""Recipes whose evaluation samples from a server, and the engine's mesh in a recipe."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from launch import evaluate
+from launch.cli import entry
+from models.convert import load_hf
+from models.qwen import split_params
+from models.tiny import tiny_config
+from models.tokenizer import ChatTokenizer
+from srpo_jax import run_parts, trainer
+from srpo_jax.completion_server import CompletionServer
+from srpo_jax.engine import Engine
+from srpo_jax.engine.layout import fewest_devices
+from srpo_jax.yaml_reading import RecipeError, dump_yaml
+from tests.learner_cases import one_device
+from tests.run_cases import recipe_content, tiny_recipe
+
+VERSION = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("remote")
+    recipe_content(folder)
+    return folder
+
+
+@contextmanager
+def serving(folder):
+    tokenizer = ChatTokenizer(folder / "checkpoint")
+    model, config = load_hf(folder / "checkpoint", dtype=jnp.float32)
+    engine = Engine(
+        config, *split_params(model), vocab_size=tokenizer.vocab_size,
+        stop_ids=tokenizer.stop_ids, slots=8, cache_tokens=102, burst=4,
+        decode_text=tokenizer.decode, version=VERSION,
+    )  # fmt: skip
+    server = CompletionServer(engine, tokenizer, "tiny", port=0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with serving(folder) as server:
+        yield server
+
+
+def remote(server, **settings):
+    settings = {"url": server.url, "model": "tiny", "version": VERSION} | settings
+    return "rollout.remote=" + "{" + ", ".join(f"{k}: {v}" for k, v in settings.items()) + "}"
+
+
+class TestEvaluation:
+    def test_a_server_gives_the_engines_results_without_weights(self, folder, server, tmp_path):
+        local = trainer.evaluate_recipe(tiny_recipe(folder, "learner.mesh.data=1"))["sums"]
+        bare = tmp_path / "checkpoint"
+        bare.mkdir()
+        for file in (folder / "checkpoint").iterdir():
+            if file.suffix != ".safetensors":
+                (bare / file.name).write_bytes(file.read_bytes())
+        recipe = tiny_recipe(folder, f"model.path={bare}", remote(server))
+        there = trainer.evaluate_recipe(recipe)["sums"]
+        assert (there.correct == local.correct).all() and there.failed == local.failed == 0
+        tokens = [[[c.tokens for c in row] for row in result.costs] for result in (there, local)]
+        assert tokens[0] == tokens[1]
+
+    def test_stale_weights_are_noticed_before_anything_runs(self, folder, server, run):
+        assert run(remote(server, version=VERSION + 1)) == (
+            2,
+            f"remote_stale: {server.url}: answered with policy version {VERSION}, "
+            f"expected {VERSION + 1}",
+        )
+
+    def test_no_server(self, run):
+        code, said = run("rollout.remote={url: 'http://127.0.0.1:9', model: tiny, retries: 0}")
+        assert code == 2 and said.startswith("remote_unreachable: http://127.0.0.1:9: ")
+
+    def test_another_model(self, server, run):
+        code, said = run(remote(server, model="other"))
+        assert (
+            code == 2 and said == f"remote_model: {server.url}: no model 'other', it serves: tiny"
+        )
+
+    def test_a_key_that_is_not_set(self, server, run, monkeypatch):
+        monkeypatch.delenv("TINY_KEY", raising=False)
+        code, said = run(remote(server, api_key_env="TINY_KEY"))
+        assert code == 2
+        assert said == "rollout.remote.api_key_env: TINY_KEY is not set in the environment"
+
+
+@pytest.fixture
+def run(folder, capsys):
+    """launch.evaluate with overrides: its exit code and the line it says."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(dump_yaml(recipe_content(folder)))
+
+    def command(*overrides):
+        with pytest.raises(SystemExit) as ended:
+            entry(lambda: evaluate.main([str(recipe), *overrides]))
+        lines = capsys.readouterr().err.strip().splitlines()
+        return ended.value.code, lines[-1].removeprefix("error: ")
+
+    return command
+
+
+def test_training_with_a_server_is_refused_before_anything_is_loaded(folder, server):
+    recipe = tiny_recipe(folder, "model.path=nowhere", remote(server))
+    with pytest.raises(RecipeError, match=r"rollout\.remote: training samples with the learner's"):
+        run_parts.build_parts(recipe)
+
+
+def test_settings_of_a_local_engine_are_refused_beside_a_server(folder, server):
+    with pytest.raises(RecipeError, match="`cache_tokens` is of an engine in this process"):
+        tiny_recipe(folder, remote(server), "rollout.cache_tokens=4096")
+
+
+class TestMesh:
+    def test_training_on_replicas_of_tensor_parallel_engines(self, folder, tmp_path):
+        overrides = (f"trainer.out={tmp_path}/run", "trainer.steps=1", "evaluation.every=0")
+        parts = run_parts.build_parts(
+            tiny_recipe(
+                folder, "learner.mesh={data: 2, fsdp: 1, tensor: 2}",
+                "rollout.mesh={replicas: 2, tensor: 2}", *overrides,
+            )
+        )  # fmt: skip
+        assert parts.engine.slots == 16
+        parts.sync()
+        weights = parts.engine._weights.layers[0].q_proj.kernel[...]
+        assert len(weights.sharding.device_set) == 4
+        jax.block_until_ready(weights)
+
+    def test_a_mesh_that_does_not_fit(self, folder, monkeypatch):
+        monkeypatch.setattr(run_parts, "make_mesh", lambda **_: one_device())
+        with pytest.raises(RecipeError, match=r"rollout\.mesh: replicas 3 x tensor 1"):
+            run_parts.build_parts(tiny_recipe(folder, "rollout.mesh={replicas: 3, tensor: 1}"))
+
+    def test_replicas_below_one(self, folder):
+        with pytest.raises(RecipeError, match="replicas is at least 1, or -1 for the rest"):
+            tiny_recipe(folder, "rollout.mesh={replicas: 0}")
+
+    @pytest.mark.parametrize("size, devices", [(10, 1), (11, 2), (21, 4), (1000, 4)])
+    def test_as_few_devices_as_hold_the_weights(self, size, devices):
+        config = replace(tiny_config(64), num_heads=8, intermediate_size=64)
+        assert fewest_devices(config, 4, size, room=10) == devices
