@@ -14,7 +14,6 @@ position.
 from __future__ import annotations
 
 import collections
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,28 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.cache_attention import PLAIN
+from models.cache_attention import cache_attention_on
 from models.config import ModelConfig
-from srpo_jax.engine.layout import (
-    REPLICA,
-    TENSOR,
-    check_tensor,
-    engine_mesh,
-    key_head_copies,
-    prepare_weights,
-    shardings,
-    weight_specs,
-)
+from srpo_jax.engine.build import build_programs, joined, prefill_size
+from srpo_jax.engine.layout import REPLICA, TENSOR, check_tensor, engine_mesh
 from srpo_jax.engine.pages import Node, PageStore
-from srpo_jax.engine.plan import Shapes, decode_work, pages_of, prefill_pages
-from srpo_jax.engine.programs import compiled_programs, new_state, state_specs
+from srpo_jax.engine.plan import Shapes, pages_of, prefill_pages
 from srpo_jax.engine.replica import Replica, Running
 from srpo_jax.engine.requests import TOP_LOGPS, Completion, PromptTooLong, Request
-
-# Tokens of one prefill: enough for the full speed of the products. One size alone, because a row's
-# bits can change with the number of rows beside it (seen on CPU at small widths).
-PREFILL_TOKENS = {"cpu": 512}
-OTHER_PREFILL_TOKENS = 1024
 
 
 class Engine:
@@ -91,10 +76,9 @@ class Engine:
         self._decode_text = decode_text
         self._embedded = config.vocab_size
         self._mesh = mesh
-        attention = PLAIN
+        attention = cache_attention_on(mesh.devices.flat[0].platform)
         self._shapes = shapes = Shapes(slots, page or attention.page, attention.lanes, cache_tokens)
-        tokens = PREFILL_TOKENS.get(mesh.devices.flat[0].platform, OTHER_PREFILL_TOKENS)
-        self._prefill_pages = pages_of(tokens, shapes.page)
+        self._prefill_pages = prefill_size(mesh, shapes)
         one = pages_of(cache_tokens, shapes.page) + 1  # both prompt and response are rounded up
         count = slots * one if budget_tokens is None else budget_tokens // shapes.page
         if count < one:
@@ -107,22 +91,12 @@ class Engine:
             Replica(shapes, PageStore(count + 1, shapes.page, kept, sharing), burst)
             for _ in range(replicas)
         ]
-        prepare = functools.partial(
-            prepare_weights, config, graphdef, dtype=jnp.dtype(dtype), tensor=tensor
-        )
-        weights = jax.eval_shape(prepare, params)
-        heads = config.num_kv_heads * key_head_copies(config, tensor)
-        create = functools.partial(
-            new_state, config, attention, replicas, heads, slots, count + 1, shapes.page,
-            _joined([decode_work({}, shapes)] * replicas), jnp.dtype(dtype),
+        programs = build_programs(
+            config, graphdef, params, mesh, attention, shapes, pages=count + 1,
+            vocab_size=vocab_size, stop_ids=self._stop_ids, burst=burst, dtype=dtype,
         )  # fmt: skip
-        state = jax.eval_shape(create)
-        self._prepare = jax.jit(prepare, out_shardings=shardings(mesh, weight_specs(weights)))
-        self._new_state = jax.jit(create, out_shardings=shardings(mesh, state_specs(state)))
-        self._prefill, self._decode = compiled_programs(
-            config, attention, mesh, weights, state, vocab_size, tuple(sorted(self._stop_ids)),
-            burst,
-        )  # fmt: skip
+        self._prepare, self._new_state = programs.prepare, programs.new_state
+        self._prefill, self._decode = programs.prefill, programs.decode
         self._state = self._weights = None
         self._waiting: dict[int, Running] = {}  # by uid, in order of submission
         self._uids = 0
@@ -220,7 +194,7 @@ class Engine:
             replica.plan(new, enough) for replica, new in zip(self._replicas, admitted, strict=True)
         ]
         self._state, burst = self._decode(
-            self._weights, self._state, _joined(plans),
+            self._weights, self._state, joined(plans),
             truncated=any(r.request.truncated for r in running),
             top=any(r.request.top_logps for r in running),
         )  # fmt: skip
@@ -263,7 +237,7 @@ class Engine:
         while any(new):
             part, new = [nodes[:size] for nodes in new], [nodes[size:] for nodes in new]
             pages = [prefill_pages(nodes, size, self._shapes) for nodes in part]
-            self._state = self._prefill(self._weights, self._state, _joined(pages))
+            self._state = self._prefill(self._weights, self._state, joined(pages))
             self.stats["prefill_tokens"] += sum(len(n.ids) for nodes in part for n in nodes)
             self.stats["prefill_padded_tokens"] += size * self._shapes.page * len(part)
 
@@ -318,10 +292,3 @@ class Engine:
             if any(s in self._decode_text(running.ids[:end]) for s in strings):
                 return end
         return None
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    """The plans of all replicas as one: their arrays one after the other."""
-    if len(parts) == 1:
-        return parts[0]
-    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)

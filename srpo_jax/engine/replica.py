@@ -89,29 +89,41 @@ class Replica:
 
     def plan(self, admitted: dict[int, Running], enough: int) -> Plan:
         """The next burst; it ends early when ``enough`` requests have ended."""
-        B, shapes = self.shapes.slots, self.shapes
-        alive, admit = np.zeros(B, bool), np.zeros(B, bool)
-        last, prompt, limit = np.zeros((3, B), np.int32)
-        temperature, top_p = np.ones((2, B), np.float32)
-        top_k, keys = np.zeros(B, np.int32), np.zeros((B, 2), np.uint32)
-        own = np.full((B, shapes.row_pages), UNUSED, np.int32)
-        rows = {}
+        shapes = self.shapes
+        plan, rows = empty_plan(shapes), {}
         for slot, running in self.running.items():
-            alive[slot] = True
-            own[slot, : len(running.own)] = running.own
+            plan.alive[slot] = True
+            plan.own[slot, : len(running.own)] = running.own
             reached = pages_of(len(running.ids) + self._burst, shapes.page)
             rows[slot] = RowPages(running.nodes, running.own[:reached])
+        new, sampling = plan.new, plan.new.sampling
         for slot, running in admitted.items():
             r = running.request
-            admit[slot], last[slot], prompt[slot] = True, r.prompt_ids[-1], len(r.prompt_ids) - 1
-            limit[slot], temperature[slot] = r.max_tokens, r.temperature
-            top_p[slot], top_k[slot], keys[slot] = r.top_p, r.top_k, r.key
-        new = Slots(
-            last, prompt, np.zeros(B, np.int32), limit, admit,
-            Sampling(temperature, top_p, top_k, keys),
-        )  # fmt: skip
-        work = decode_work(rows, shapes)
-        return Plan(alive, admit, new, own, work, np.array([enough], np.int32))
+            plan.admit[slot] = new.active[slot] = True
+            new.last[slot], new.prompt[slot] = r.prompt_ids[-1], len(r.prompt_ids) - 1
+            new.limit[slot], sampling.temperature[slot] = r.max_tokens, r.temperature
+            sampling.top_p[slot], sampling.top_k[slot] = r.top_p, r.top_k
+            sampling.keys[slot] = r.key
+        plan.enough[:] = enough
+        return plan._replace(work=decode_work(rows, shapes))
 
     def _own_pages(self, request: Request) -> int:
         return pages_of(request.max_tokens, self.shapes.page)
+
+
+def empty_plan(shapes: Shapes) -> Plan:
+    """A burst of no request."""
+    B = shapes.slots
+    last, prompt, drawn, limit = (np.zeros(B, np.int32) for _ in range(4))
+    sampling = Sampling(
+        np.ones(B, np.float32), np.ones(B, np.float32), np.zeros(B, np.int32),
+        np.zeros((B, 2), np.uint32),
+    )  # fmt: skip
+    return Plan(
+        alive=np.zeros(B, bool),
+        admit=np.zeros(B, bool),
+        new=Slots(last, prompt, drawn, limit, np.zeros(B, bool), sampling),
+        own=np.full((B, shapes.row_pages), UNUSED, np.int32),
+        work=decode_work({}, shapes),
+        enough=np.ones(1, np.int32),
+    )

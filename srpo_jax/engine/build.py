@@ -1,0 +1,120 @@
+"""The engine's compiled programs and the shapes that they are compiled for, from abstract values
+alone: what an engine runs, and what can be compiled ahead for devices that are not there."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from models.cache_attention import CacheAttention
+from models.config import ModelConfig
+from srpo_jax.engine.layout import (
+    REPLICA,
+    TENSOR,
+    Weights,
+    key_head_copies,
+    prepare_weights,
+    shardings,
+    weight_specs,
+)
+from srpo_jax.engine.plan import Shapes, decode_work, pages_of, prefill_pages
+from srpo_jax.engine.programs import EngineState, compiled_programs, new_state, state_specs
+from srpo_jax.engine.replica import empty_plan
+
+# Tokens of one prefill: enough for the full speed of the products. One size alone, because a row's
+# bits can change with the number of rows beside it (seen on CPU at small widths).
+PREFILL_TOKENS = {"cpu": 512}
+OTHER_PREFILL_TOKENS = 1024
+
+
+class EnginePrograms(NamedTuple):
+    """Jitted programs over a mesh.
+
+    prepare    (params) -> Weights
+    new_state  () -> EngineState
+    prefill    (weights, state, pages) -> state
+    decode     (weights, state, plan, truncated=, top=) -> (state, burst)
+    weights, state, pages, plan: ShapeDtypeStructs of the arguments, where they lie on the mesh
+    """
+
+    prepare: Any
+    new_state: Any
+    prefill: Any
+    decode: Any
+    weights: Weights
+    state: EngineState
+    pages: Any
+    plan: Any
+
+
+def build_programs(
+    config: ModelConfig,
+    graphdef: Any,
+    params: dict,
+    mesh: Mesh,
+    attention: CacheAttention,
+    shapes: Shapes,
+    *,
+    pages: int,
+    vocab_size: int,
+    stop_ids: Sequence[int],
+    burst: int,
+    dtype: Any,
+) -> EnginePrograms:
+    """Programs for ``pages`` pages a replica; of ``params`` only shapes and dtypes are read."""
+    replicas, tensor = mesh.shape[REPLICA], mesh.shape[TENSOR]
+    dtype = jnp.dtype(dtype)
+    prepare = functools.partial(prepare_weights, config, graphdef, dtype=dtype, tensor=tensor)
+    weights = jax.eval_shape(prepare, params)
+    key_heads = config.num_kv_heads * key_head_copies(config, tensor)
+    create = functools.partial(
+        new_state, config, attention, replicas, key_heads,
+        shapes.slots, pages, shapes.page, joined([decode_work({}, shapes)] * replicas), dtype,
+    )  # fmt: skip
+    state = jax.eval_shape(create)
+    weight_shardings = shardings(mesh, weight_specs(weights))
+    state_shardings = shardings(mesh, state_specs(state))
+    prefill, decode = compiled_programs(
+        config, attention, mesh, weights, state, vocab_size, tuple(sorted(stop_ids)), burst
+    )
+
+    def placed(tree, where):
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, where
+        )
+
+    def of_replicas(tree):
+        each = NamedSharding(mesh, P(REPLICA))
+        return placed(tree, jax.tree.map(lambda _: each, tree))
+
+    unused = prefill_pages([], prefill_size(mesh, shapes), shapes)
+    return EnginePrograms(
+        jax.jit(prepare, out_shardings=weight_shardings),
+        jax.jit(create, out_shardings=state_shardings),
+        prefill,
+        decode,
+        placed(weights, weight_shardings),
+        placed(state, state_shardings),
+        of_replicas(joined([unused] * replicas)),
+        of_replicas(joined([empty_plan(shapes)] * replicas)),
+    )
+
+
+def prefill_size(mesh: Mesh, shapes: Shapes) -> int:
+    """Pages of one prefill."""
+    tokens = PREFILL_TOKENS.get(mesh.devices.flat[0].platform, OTHER_PREFILL_TOKENS)
+    return pages_of(tokens, shapes.page)
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """The arguments of all replicas as one: their arrays one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
