@@ -1,4 +1,4 @@
-"""Compiles a recipe's update for a TPU topology, without one: memory, work and collectives.
+"""Compiles a recipe's update and engine for a TPU topology, without one: memory, collectives, work.
 
 Needs libtpu (pip install libtpu); the model's architecture is that of a local folder or of a known
 hub name, and no weights are read. Exit code 1: it does not fit.
@@ -90,11 +90,10 @@ def tpu_mesh(recipe: Recipe, topology: str) -> Mesh:
 def check(recipe: Recipe, architecture: Architecture, mesh: Mesh, generation: str) -> int:
     """Compiles, prints the tables, and returns 0 if every phase of a step fits, else 1."""
     from srpo_jax import compile_report as report
+    from srpo_jax.abstract_engine import abstract_engine
     from srpo_jax.abstract_update import (
         MICRO_BATCHES,
-        OutOfMemory,
         abstract_update,
-        rollout_memory,
         sequence_length,
         update_phases,
     )
@@ -112,20 +111,27 @@ def check(recipe: Recipe, architecture: Architecture, mesh: Mesh, generation: st
     )
     try:
         programs = update.compile()
-    except OutOfMemory as error:
+    except report.OutOfMemory as error:
         console.print(f"does not fit: {error}", style="bold red")
         return 1
-    rollout = rollout_memory(recipe, config, mesh, update)
-    phases = [rollout.phase, *update_phases(programs, update.resident)]
+    phases, sampling, refused = update_phases(programs, update.resident), {}, None
+    try:
+        engine = abstract_engine(recipe, architecture, mesh, update.resident, usable * report.GIB)
+        sampling = engine.compile()
+        phases.insert(0, engine.phase(sampling))
+    except report.OutOfMemory as error:
+        refused = error
     console.print(report.phase_table(phases, usable))
-    engine = recipe.rollout
-    console.print(
-        f"rollout: engines of {rollout.tensor} devices, each with room for "
-        f"{rollout.room(usable * report.GIB):,} cached tokens; {engine.slots} slots of "
-        f"{engine.prompt_tokens + engine.response_tokens} tokens would be "
-        f"{engine.slots * (engine.prompt_tokens + engine.response_tokens):,}"
-    )
-    console.print(report.memory_table(programs.values()))
+    if refused is not None:
+        console.print(f"does not fit: {refused}", style="bold red")
+    else:
+        longest = recipe.rollout.prompt_tokens + recipe.rollout.response_tokens
+        console.print(
+            f"rollout: on each host {engine.replicas} replicas of {engine.tensor} devices, each "
+            f"with {recipe.rollout.slots} slots and {engine.tokens:,} cached tokens: "
+            f"{engine.tokens // longest} calls of full length at once"
+        )
+    console.print(report.memory_table([*programs.values(), *sampling.values()]))
     flops = report.model_flops(config, rows, length)
     console.print(report.work_table(flops, programs, mesh.size))
     console.print(report.collective_table(programs.values()))
@@ -133,7 +139,7 @@ def check(recipe: Recipe, architecture: Architecture, mesh: Mesh, generation: st
     left = usable - worst.total / report.GIB
     verdict = f"fits, {left:.2f} GiB left" if left >= 0 else f"does not fit, {-left:.2f} GiB short"
     console.print(f"{verdict} of {usable:g} GiB in {worst.name}", style="bold")
-    return int(left < 0)
+    return int(left < 0 or refused is not None)
 
 
 def _quieten_libtpu() -> None:

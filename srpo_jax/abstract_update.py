@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from jax.sharding import Mesh
 from models.config import ModelConfig
 from models.known_configs import Architecture
 from models.qwen import Qwen, split_params
-from srpo_jax.compile_report import Phase, ProgramReport, bytes_per_device
+from srpo_jax.compile_report import Phase, ProgramReport, bytes_per_device, compiled_report
 from srpo_jax.config import Recipe
 from srpo_jax.learner_programs import (
     Accumulated,
@@ -36,10 +35,6 @@ from srpo_jax.sharding import batch_shards
 # The micro-batches that a step's token arrays are sized for: they are small, and the programs'
 # code does not depend on their number.
 MICRO_BATCHES = 64
-
-
-class OutOfMemory(Exception):
-    """XLA refuses a program that alone needs more memory than a device has."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +57,9 @@ class AbstractUpdate:
         """Compiles each program; collectives are those of one micro-batch. Raises OutOfMemory."""
         reports = {}
         for name, arguments in self.arguments.items():
-            started = time.perf_counter()
-            try:
-                compiled = getattr(self.programs, name).lower(*arguments).compile()
-            except jax.errors.JaxRuntimeError as error:
-                if "RESOURCE_EXHAUSTED" not in str(error):
-                    raise
-                reason = str(error).partition(": ")[2].splitlines()[0]
-                raise OutOfMemory(f"{name}: {reason}") from None
-            seconds = time.perf_counter() - started
             # Open loops: over the micro-batches, and in it over the chunks of tokens with loss.
-            reports[name] = ProgramReport.of(name, compiled, seconds, (1, self.chunks))
+            lowered = getattr(self.programs, name).lower(*arguments)
+            reports[name] = compiled_report(name, lowered, (1, self.chunks))
         return reports
 
 
@@ -90,7 +77,7 @@ def abstract_update(recipe: Recipe, architecture: Architecture, mesh: Mesh) -> A
     config = architecture.config
     settings = learner_settings(recipe, architecture.tokenizer_ids)
     optimizer = make_optimizer(recipe.optimizer, recipe.trainer.steps)
-    graphdef, params = _abstract_model(config, jnp.dtype(recipe.model.param_dtype))
+    graphdef, params = abstract_model(config, jnp.dtype(recipe.model.param_dtype))
     where = state_shardings(mesh, params, optimizer)
     wide = jnp.promote_types(settings.dtype, jnp.float32)
 
@@ -152,7 +139,7 @@ def abstract_update(recipe: Recipe, architecture: Architecture, mesh: Mesh) -> A
     )
 
 
-def _abstract_model(config: ModelConfig, dtype: Any) -> tuple[Any, dict]:
+def abstract_model(config: ModelConfig, dtype: Any) -> tuple[Any, dict]:
     return split_params(nnx.eval_shape(lambda: Qwen(config, rngs=nnx.Rngs(0), dtype=dtype)))
 
 
@@ -165,41 +152,3 @@ def update_phases(reports: Mapping[str, ProgramReport], resident: Mapping[str, i
             del parts["gradient sums"]
         phases.append(Phase(name, parts))
     return phases
-
-
-@dataclass(frozen=True)
-class RolloutMemory:
-    """What is on a device during rollout beside the engine's cache, and what a cached token takes.
-
-    tensor       devices that share one engine's weights and cache: of a host, as many as divide
-                 the query heads
-    token_bytes  of a cached token on each of them; key heads that they do not divide are copied
-    """
-
-    phase: Phase
-    tensor: int
-    token_bytes: int
-
-    def room(self, usable: float) -> int:
-        """Tokens that one engine's cache can hold if ``usable`` bytes of a device can be used."""
-        return max(int(usable - self.phase.total) // self.token_bytes, 0)
-
-
-def rollout_memory(
-    recipe: Recipe, config: ModelConfig, mesh: Mesh, update: AbstractUpdate
-) -> RolloutMemory:
-    """Memory during rollout, by arithmetic: the engine is not compiled."""
-    devices = list(mesh.devices.flat)
-    local = sum(device.process_index == devices[0].process_index for device in devices)
-    tensor = math.gcd(local, config.num_heads)
-    itemsize = jnp.dtype(recipe.model.dtype).itemsize
-    # The engine keeps a tied head a second time, transposed.
-    head = config.vocab_size * config.hidden_size if config.tie_embeddings else 0
-    kept = {k: v for k, v in update.resident.items() if k not in ("gradient sums", "batch")}
-    weights = (update.num_params + head) * itemsize // tensor
-    heads = max(config.num_kv_heads // tensor, 1)
-    return RolloutMemory(
-        Phase("rollout", kept | {"engine weights": weights}),
-        tensor,
-        2 * config.num_layers * heads * config.head_dim * itemsize,
-    )

@@ -6,6 +6,7 @@ Sizes are bytes on one device.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -214,6 +215,25 @@ def bytes_per_device(tree: Any) -> int:
         int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
     )
+
+
+class OutOfMemory(Exception):
+    """XLA refuses a program that alone needs more memory than a device has."""
+
+
+def compiled_report(
+    name: str, lowered: jax.stages.Lowered, open_trips: Sequence[int] = ()
+) -> ProgramReport:
+    """Compiles a program. Raises OutOfMemory."""
+    started = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).partition(": ")[2].splitlines()[0]
+        raise OutOfMemory(f"{name}: {reason}") from None
+    return ProgramReport.of(name, compiled, time.perf_counter() - started, open_trips)
 
 
 @dataclass(frozen=True)

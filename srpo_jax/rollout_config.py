@@ -70,11 +70,11 @@ class RolloutConfig(Section):
     """How episodes are sampled. Tokens are per call; a response ends after one of ``stop_strings``.
 
     ``slots`` is the engine's batch on each replica of ``mesh`` (None: as many devices a replica as
-    the weights need); ``cache_tokens`` the size of a replica's cache (None: every slot has room for
-    the longest call), of which ``stored_tokens`` may keep prompts that no call reads now (None:
-    whatever is free). ``dtype`` is that of decoding (None: the model's); where it is not the
-    learner's, ``policy/sampler_gap`` tells what that costs and ``objective.sampler_cap`` corrects
-    for it. With ``remote`` an evaluation samples from a server, and loads no weights.
+    the weights need); ``cache_tokens`` the size of a replica's cache (None: the longest call in
+    every slot, as far as there is memory), of which ``stored_tokens`` may keep prompts that no call
+    reads now (None: whatever is free). ``dtype`` is that of decoding (None: the model's); where it
+    is not the learner's, ``policy/sampler_gap`` tells what that costs and ``objective.sampler_cap``
+    corrects for it. With ``remote`` an evaluation samples from a server, and loads no weights.
     """
 
     tasks_per_step: Count

@@ -7,43 +7,57 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
+from models.cache_attention import cache_attention_on
 from models.config import ModelConfig
 from models.qwen import Qwen, split_params
 from models.tokenizer import ChatTokenizer
 from srpo_jax.config import Recipe, RecipeError
 from srpo_jax.engine import Engine
-from srpo_jax.engine.layout import TENSOR, check_tensor, engine_mesh, fewest_devices
+from srpo_jax.engine.layout import (
+    TENSOR,
+    check_tensor,
+    engine_mesh,
+    fewest_devices,
+    key_head_copies,
+)
+from srpo_jax.engine.plan import pages_of
 from srpo_jax.remote_engine import RemoteEngine
 
 WEIGHTS_SHARE = 0.3  # of a device's memory that an engine's weights may take beside a learner's
+CACHE_SHARE = 0.85  # of what weights and learner leave free; the programs' own arrays need the rest
 
 
 def local_engine(recipe: Recipe, model: Qwen, tokenizer: ChatTokenizer, learner: Mesh) -> Engine:
-    """The recipe's engine on the devices of the learner's mesh.
+    """The recipe's engine on the devices of the learner's mesh, beside what is there already.
 
     Raises RecipeError where ``rollout.mesh`` or ``rollout.cache_tokens`` does not fit.
     """
     rollout, config = recipe.rollout, model.config
     graphdef, params = split_params(model)
+    num_params = sum(a.size for a in jax.tree.leaves(params))
     devices = list(learner.devices.flat)
-    memory = (devices[0].memory_stats() or {}).get("bytes_limit")
-    axes = engine_axes(
-        recipe, config, sum(a.size for a in jax.tree.leaves(params)), devices, memory
-    )
+    memory = devices[0].memory_stats() or {}
+    axes = engine_axes(recipe, config, num_params, devices, memory.get("bytes_limit"))
     try:
         mesh = engine_mesh(devices, **axes)
         check_tensor(config, mesh.shape[TENSOR])
     except ValueError as error:
         raise RecipeError(f"rollout.mesh: {error}") from None
+    free = None
+    if "bytes_limit" in memory:
+        weights = num_params * engine_dtype(recipe).itemsize // mesh.shape[TENSOR]
+        free = memory["bytes_limit"] - memory["bytes_in_use"] - weights
     try:
         return Engine(
             config, graphdef, params, mesh=mesh,
             vocab_size=tokenizer.vocab_size, stop_ids=tokenizer.stop_ids, slots=rollout.slots,
             cache_tokens=rollout.prompt_tokens + rollout.response_tokens, burst=rollout.burst,
-            budget_tokens=rollout.cache_tokens, store_tokens=rollout.stored_tokens,
-            decode_text=tokenizer.decode, dtype=jnp.dtype(rollout.dtype or recipe.model.dtype),
+            budget_tokens=cache_budget(recipe, config, mesh, free),
+            store_tokens=rollout.stored_tokens, decode_text=tokenizer.decode,
+            dtype=engine_dtype(recipe),
         )  # fmt: skip
     except ValueError as error:
         raise RecipeError(f"rollout.cache_tokens: {error}") from None
@@ -62,9 +76,32 @@ def engine_axes(
         return recipe.rollout.mesh.model_dump()
     if memory is None:
         return {"replicas": -1, "tensor": 1}
-    size = num_params * jnp.dtype(recipe.rollout.dtype or recipe.model.dtype).itemsize
+    size = num_params * engine_dtype(recipe).itemsize
     tensor = fewest_devices(config, len(devices), size, WEIGHTS_SHARE * memory)
     return {"replicas": -1, "tensor": tensor}
+
+
+def engine_dtype(recipe: Recipe) -> np.dtype:
+    """Of the engine's weights and cache."""
+    return jnp.dtype(recipe.rollout.dtype or recipe.model.dtype)
+
+
+def token_bytes(config: ModelConfig, tensor: int, itemsize: int) -> int:
+    """What a cached token takes on each of a replica's devices."""
+    heads = config.num_kv_heads * key_head_copies(config, tensor) // tensor
+    return 2 * config.num_layers * heads * config.head_dim * itemsize
+
+
+def cache_budget(recipe: Recipe, config: ModelConfig, mesh: Mesh, free: int | None) -> int | None:
+    """Tokens of a replica's cache: the recipe's, else what fits ``free`` bytes of a device, at most
+    the longest call in every slot. None: that (a CPU, whose memory is taken to be enough)."""
+    rollout = recipe.rollout
+    if rollout.cache_tokens is not None or free is None:
+        return rollout.cache_tokens
+    page = cache_attention_on(mesh.devices.flat[0].platform).page
+    longest = pages_of(rollout.prompt_tokens + rollout.response_tokens, page) + 1
+    token = token_bytes(config, mesh.shape[TENSOR], engine_dtype(recipe).itemsize)
+    return min(int(CACHE_SHARE * max(free, 0)) // token, rollout.slots * longest * page)
 
 
 def remote_engine(recipe: Recipe, tokenizer: ChatTokenizer) -> RemoteEngine:

@@ -127,11 +127,6 @@ def build_parts(
             f"{recipe.model.path} was made for {config.max_position} positions"
         )
     check_prompts(sets, tokenizer.count_text, rollout.prompt_tokens)
-    engine = (
-        remote_engine(recipe, tokenizer)
-        if rollout.remote
-        else local_engine(recipe, model, tokenizer, mesh)
-    )
     learner = None
     if train:
         updates = recipe.trainer.steps * recipe.learner.updates_per_batch * recipe.learner.epochs
@@ -139,6 +134,12 @@ def build_parts(
             model, make_optimizer(recipe.optimizer, updates),
             mesh=mesh, settings=learner_settings(recipe, tokenizer.vocab_size),
         )  # fmt: skip
+    # After the learner, whose memory is not free.
+    engine = (
+        remote_engine(recipe, tokenizer)
+        if rollout.remote
+        else local_engine(recipe, model, tokenizer, mesh)
+    )
     common = {
         "prompt_tokens": rollout.prompt_tokens, "response_tokens": rollout.response_tokens,
         "thinking": rollout.thinking, "stop_strings": tuple(rollout.stop_strings),

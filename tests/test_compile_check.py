@@ -21,17 +21,13 @@ from models.config import CheckpointError, ModelConfig
 from models.known_configs import find_architecture
 from models.qwen import Qwen
 from srpo_jax import compile_report
-from srpo_jax.abstract_update import (
-    AbstractUpdate,
-    OutOfMemory,
-    abstract_update,
-    rollout_memory,
-    update_phases,
-)
+from srpo_jax.abstract_engine import abstract_engine
+from srpo_jax.abstract_update import AbstractUpdate, abstract_update, update_phases
 from srpo_jax.compile_report import (
     GIB,
     Collective,
     Collectives,
+    OutOfMemory,
     Phase,
     ProgramReport,
     bytes_per_device,
@@ -422,17 +418,54 @@ def test_phases_of_a_compiled_update(recipe_file):
     assert reports["apply"].aliased > update.resident["parameters"]  # the state is donated
 
 
-def test_rollout_memory_by_hand(recipe_file):
-    """One engine over the four devices of the only host: two key heads on four are copied."""
-    recipe = load_recipe(recipe_file)
+def test_engine_memory_by_hand(recipe_file):
+    """Two replicas of two devices each on the four of the only host."""
+    recipe = load_recipe(recipe_file, ["rollout.mesh={replicas: -1, tensor: 2}"])
     update, mesh = tiny_update(recipe, data=1, fsdp=4)
-    memory = rollout_memory(recipe, TINY, mesh, update)
-    assert memory.tensor == 4
-    assert memory.phase.parts["engine weights"] == 2 * (TINY_PARAMS + 512 * 128) // 4
-    assert memory.token_bytes == 2 * 2 * 1 * 64 * 2  # keys and values, layers, head, width, bytes
-    free = 1000 * memory.token_bytes
-    assert memory.room(memory.phase.total + free + 1) == 1000
-    assert memory.room(0) == 0
+    engine = abstract_engine(
+        recipe, find_architecture(recipe.model.path), mesh, update.resident, 1e9
+    )
+    assert (engine.replicas, engine.tensor) == (2, 2)
+    assert engine.weights == 2 * ((TINY_PARAMS - TINY_NORMS) // 2 + TINY_NORMS)
+    assert engine.tokens == 8 * (256 + 64)  # a longest call in every slot, one page for rounding
+    token = (
+        2 * 2 * (TINY.num_kv_heads // 2) * 64 * 2
+    )  # keys and values, layers, heads, width, bytes
+    assert engine.cache == (engine.tokens + 64) * token  # and the unused page
+    reports = engine.compile()
+    assert list(reports) == ["prefill", "decode"]
+    phase = engine.phase(reports)
+    assert phase.parts["moments"] == update.resident["moments"]
+    assert "gradient sums" not in phase.parts
+    for report in reports.values():  # the state is donated
+        assert report.aliased >= engine.cache
+
+
+def test_the_cache_gets_what_is_free(recipe_file):
+    recipe = load_recipe(recipe_file, ["rollout.mesh={replicas: -1, tensor: 2}"])
+    update, mesh = tiny_update(recipe, data=1, fsdp=4)
+    architecture = find_architecture(recipe.model.path)
+    kept = sum(v for k, v in update.resident.items() if k not in ("gradient sums", "batch"))
+    used = kept + TINY_PARAMS  # two bytes each, on two devices
+    token = 2 * 2 * (TINY.num_kv_heads // 2) * 64 * 2
+    engine = abstract_engine(
+        recipe, architecture, mesh, update.resident, used + 1000 * token / 0.85 + 8
+    )
+    assert engine.tokens == 1000
+    with pytest.raises(OutOfMemory, match="room for 0 cached tokens, one call needs 384"):
+        abstract_engine(recipe, architecture, mesh, update.resident, used)
+
+
+def test_few_devices_a_replica_where_memory_allows(recipe_file):
+    recipe = load_recipe(recipe_file)
+    _, mesh = tiny_update(recipe, data=1, fsdp=4)
+    architecture = find_architecture(recipe.model.path)
+    for usable, tensor in ((1e9, 1), (2 * TINY_PARAMS / 0.3, 1), (2 * TINY_PARAMS / 0.31, 2)):
+        try:
+            found = abstract_engine(recipe, architecture, mesh, {}, usable).tensor
+        except OutOfMemory:
+            found = None
+        assert found == tensor
 
 
 def test_what_xla_refuses_is_named():
@@ -480,7 +513,8 @@ def four_devices(monkeypatch):
 def test_the_whole_command(run, four_devices):
     code, out, err = run("v5e:2x2")
     assert (code, err) == (0, "")
-    assert cells(out, "accumulate")[-1] == "yes"
+    assert cells(out, "accumulate")[-1] == cells(out, "rollout")[-1] == "yes"
+    assert "on each host 4 replicas of 1 devices, each with 8 slots and 2,560 cached tokens" in out
     assert "4 v5e devices: data 1 x fsdp 4 x tensor 1; 64 micro-batches of 4 x 256 tokens" in out
     assert "GiB left of 15.75 GiB" in out
 
@@ -491,6 +525,7 @@ def test_what_does_not_fit_exits_with_1(run, four_devices, monkeypatch):
     assert code == 1
     assert cells(out, "accumulate")[-1] == "NO"
     assert "does not fit, 0.0" in out
+    assert "does not fit: rollout: beside weights and learner there is room for 0" in out
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""A recipe's engine on devices that need not be there: its programs, compiled, and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from models.cache_attention import cache_attention_on
+from models.known_configs import Architecture
+from srpo_jax.abstract_update import abstract_model
+from srpo_jax.compile_report import (
+    OutOfMemory,
+    Phase,
+    ProgramReport,
+    bytes_per_device,
+    compiled_report,
+)
+from srpo_jax.config import Recipe
+from srpo_jax.engine.build import EnginePrograms, build_programs
+from srpo_jax.engine.layout import REPLICA, TENSOR, check_tensor, engine_mesh
+from srpo_jax.engine.plan import Shapes
+from srpo_jax.run_engine import cache_budget, engine_axes, engine_dtype
+from srpo_jax.yaml_reading import RecipeError
+
+
+@dataclass(frozen=True)
+class AbstractEngine:
+    """An engine's programs on the devices of one host, and what a device holds meanwhile.
+
+    kept     bytes of what stays of the learner: parameters, moments, reference
+    weights  bytes of the engine's own copy
+    cache    bytes of the cache, of ``tokens`` tokens a replica
+    """
+
+    programs: EnginePrograms
+    replicas: int
+    tensor: int
+    tokens: int
+    kept: Mapping[str, int]
+    weights: int
+    cache: int
+
+    def compile(self) -> dict[str, ProgramReport]:
+        """Compiles both programs, sampling without truncation. Raises OutOfMemory."""
+        programs = self.programs
+        arguments = programs.weights, programs.state
+        decode = programs.decode.lower(*arguments, programs.plan, truncated=False, top=False)
+        return {
+            "prefill": compiled_report(
+                "prefill", programs.prefill.lower(*arguments, programs.pages)
+            ),
+            "decode": compiled_report("decode", decode),
+        }
+
+    def phase(self, reports: Mapping[str, ProgramReport]) -> Phase:
+        """What is on a device together during rollout."""
+        scratch = max(report.scratch for report in reports.values())
+        parts = {"engine weights": self.weights, "cache": self.cache, "temporaries": scratch}
+        return Phase("rollout", {**self.kept, **parts})
+
+
+def abstract_engine(
+    recipe: Recipe,
+    architecture: Architecture,
+    learner: Mesh,
+    resident: Mapping[str, int],
+    usable: int,
+) -> AbstractEngine:
+    """The recipe's engine on the first host of the learner's mesh, where ``resident`` bytes of the
+    learner (as AbstractUpdate.resident) leave it the rest of ``usable``.
+
+    Raises RecipeError for a mesh that these devices do not make, OutOfMemory where the cache has no
+    room for one call.
+    """
+    rollout, config = recipe.rollout, architecture.config
+    first = learner.devices.flat[0].process_index
+    devices = [d for d in learner.devices.flat if d.process_index == first]
+    graphdef, params = abstract_model(config, jnp.dtype(recipe.model.param_dtype))
+    num_params = sum(a.size for a in jax.tree.leaves(params))
+    try:
+        mesh = engine_mesh(devices, **engine_axes(recipe, config, num_params, devices, usable))
+        check_tensor(config, mesh.shape[TENSOR])
+    except ValueError as error:
+        raise RecipeError(f"rollout.mesh: {error}") from None
+    tensor, dtype = mesh.shape[TENSOR], engine_dtype(recipe)
+    kept = {k: v for k, v in resident.items() if k not in ("gradient sums", "batch")}
+    free = usable - sum(kept.values()) - num_params * dtype.itemsize // tensor
+    attention = cache_attention_on(devices[0].platform)
+    longest = rollout.prompt_tokens + rollout.response_tokens
+    tokens = cache_budget(recipe, config, mesh, free)
+    if tokens < longest + 2 * attention.page:
+        raise OutOfMemory(
+            f"rollout: beside weights and learner there is room for {tokens} cached tokens, one "
+            f"call needs {longest + 2 * attention.page}"
+        )
+    programs = build_programs(
+        config, graphdef, params, mesh, attention,
+        Shapes(rollout.slots, attention.page, attention.lanes, longest),
+        pages=tokens // attention.page + 1, vocab_size=architecture.tokenizer_ids, stop_ids=(0,),
+        burst=rollout.burst, dtype=dtype,
+    )  # fmt: skip
+    return AbstractEngine(
+        programs, mesh.shape[REPLICA], tensor, tokens, kept,
+        weights=bytes_per_device(programs.weights), cache=bytes_per_device(programs.state.cache),
+    )  # fmt: skip
