@@ -31,7 +31,7 @@ DONE, STOPPED = 0, 75
 
 
 class TrainingFailed(RuntimeError):
-    """A run that cannot go on; one clear line. The last checkpoint is kept."""
+    """A run or evaluation that cannot go on; one clear line. The last checkpoint is kept."""
 
     exit_code = 1
 
@@ -215,7 +215,10 @@ def epoch_orders(recipe: Recipe, step: int, batches: int) -> list[list[int]]:
 
 
 def evaluate(parts: Parts, progress: RunProgress | None = None) -> dict[str, BenchmarkResult]:
-    """Every benchmark of the recipe, sampled with keys that depend on the evaluation seed alone."""
+    """Every benchmark of the recipe, sampled with keys that depend on the evaluation seed alone.
+
+    Raises TrainingFailed where a server fails more than rollout.max_failed_fraction of a benchmark.
+    """
     config = parts.recipe.evaluation
     progress = progress or RunProgress(0, 0, None)
     results = {}
@@ -228,6 +231,8 @@ def evaluate(parts: Parts, progress: RunProgress | None = None) -> dict[str, Ben
         ]
         with progress.phase(f"evaluate {name}", len(plans)) as advance:
             episodes = parts.rollout.run(plans, parts.eval_sampling, lambda _: advance())
+        if parts.recipe.rollout.remote:  # what a server fails says nothing about the model
+            _check_failures(episodes, parts.recipe.rollout.max_failed_fraction)
         results[name] = benchmark_result(chosen, episodes, config.samples)
     return results
 

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from launch import evaluate
 from launch.cli import entry
+from models.config import CheckpointError
 from models.convert import load_hf
 from models.qwen import split_params
 from models.tiny import tiny_config
 from models.tokenizer import ChatTokenizer
-from srpo_jax import run_parts, trainer
+from srpo_jax import completion_server, run_parts, trainer
 from srpo_jax.completion_server import CompletionServer
 from srpo_jax.engine import Engine
 from srpo_jax.engine.layout import fewest_devices
 from srpo_jax.yaml_reading import RecipeError, dump_yaml
 from tests.learner_cases import one_device
-from tests.run_cases import recipe_content, tiny_recipe
+from tests.run_cases import EVAL_EPISODES, recipe_content, tiny_recipe
 
 VERSION = 4
 
@@ -60,30 +63,90 @@ def server(folder):
         yield server
 
 
+@pytest.fixture
+def bare(folder, tmp_path):
+    """The checkpoint's config and tokenizer, without its weights."""
+    bare = tmp_path / "checkpoint"
+    bare.mkdir()
+    for file in (folder / "checkpoint").iterdir():
+        if file.suffix != ".safetensors":
+            (bare / file.name).write_bytes(file.read_bytes())
+    return bare
+
+
 def remote(server, **settings):
     settings = {"url": server.url, "model": "tiny", "version": VERSION} | settings
     return "rollout.remote=" + "{" + ", ".join(f"{k}: {v}" for k, v in settings.items()) + "}"
 
 
 class TestEvaluation:
-    def test_a_server_gives_the_engines_results_without_weights(self, folder, server, tmp_path):
+    def test_a_server_gives_the_engines_episodes_without_weights(
+        self, folder, server, bare, monkeypatch
+    ):
+        seen = []
+        summary = trainer.benchmark_result
+
+        def keep(tasks, episodes, samples):
+            seen.append(episodes)
+            return summary(tasks, episodes, samples)
+
+        monkeypatch.setattr(trainer, "benchmark_result", keep)
         local = trainer.evaluate_recipe(tiny_recipe(folder, "learner.mesh.data=1"))["sums"]
-        bare = tmp_path / "checkpoint"
-        bare.mkdir()
-        for file in (folder / "checkpoint").iterdir():
-            if file.suffix != ".safetensors":
-                (bare / file.name).write_bytes(file.read_bytes())
         recipe = tiny_recipe(folder, f"model.path={bare}", remote(server))
         there = trainer.evaluate_recipe(recipe)["sums"]
         assert (there.correct == local.correct).all() and there.failed == local.failed == 0
-        tokens = [[[c.tokens for c in row] for row in result.costs] for result in (there, local)]
-        assert tokens[0] == tokens[1]
+        assert [len(episodes) for episodes in seen] == [EVAL_EPISODES, EVAL_EPISODES]
+        for mine, its in zip(*seen, strict=True):
+            assert mine.team.members.keys() == its.team.members.keys() != set()
+            for uid, member in mine.team.members.items():
+                other = its.team.members[uid]
+                assert other.prompt_ids == member.prompt_ids
+                assert other.response_ids == member.response_ids
+                assert other.stop_reason == member.stop_reason
+                np.testing.assert_allclose(other.logps, member.logps, atol=1e-5)
+                assert (member.version, other.version) == (0, VERSION)
+
+    def test_lengths_and_vocabulary_are_checked_before_the_server_is_asked(self, folder, bare):
+        nobody = "rollout.remote={url: 'http://127.0.0.1:9', model: tiny, retries: 0}"
+        too_long = tiny_recipe(
+            folder, f"model.path={bare}", nobody, "rollout.response_tokens=1000000"
+        )
+        with pytest.raises(RecipeError, match=r"rollout\.response_tokens is 1000096, but .* posit"):
+            run_parts.build_parts(too_long, train=False)
+        config = json.loads((bare / "config.json").read_text())
+        (bare / "config.json").write_text(json.dumps(config | {"vocab_size": 16}))
+        recipe = tiny_recipe(folder, f"model.path={bare}", nobody)
+        with pytest.raises(
+            CheckpointError, match=r"the tokenizer has \d+ ids, the model embeds 16"
+        ):
+            run_parts.build_parts(recipe, train=False)
+
+    def test_the_key_of_the_environment_is_sent(self, folder, server, monkeypatch):
+        asked = []
+        answer = completion_server._Handler.do_GET
+
+        def do_get(handler):
+            asked.append(handler.headers.get("Authorization"))
+            answer(handler)
+
+        monkeypatch.setattr(completion_server._Handler, "do_GET", do_get)
+        monkeypatch.setenv("TINY_KEY", "sesame")
+        for settings in ({}, {"api_key_env": "TINY_KEY"}):
+            run_parts.build_parts(tiny_recipe(folder, remote(server, **settings)), train=False)
+        assert asked == [None, "Bearer sesame"]
 
     def test_stale_weights_are_noticed_before_anything_runs(self, folder, server, run):
         assert run(remote(server, version=VERSION + 1)) == (
             2,
             f"remote_stale: {server.url}: answered with policy version {VERSION}, "
             f"expected {VERSION + 1}",
+        )
+
+    def test_a_server_that_refuses_the_requests_gives_no_score(self, server, run):
+        code, said = run(remote(server), "rollout.response_tokens=60")
+        assert code == 1 and said.startswith(
+            f"{EVAL_EPISODES} of {EVAL_EPISODES} episodes failed (rollout.max_failed_fraction is "
+            f"0.5); the first, e0-t0-r0: remote_refused: {server.url}: model 'tiny': status 400: "
         )
 
     def test_no_server(self, run):
