@@ -16,6 +16,9 @@ from srpo_jax.recipe_errors import nearest
 from srpo_jax.yaml_reading import RecipeError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import jax
     from jax.sharding import Mesh
 
     from models.known_configs import Architecture
@@ -51,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     generation = tpu_generation(args.topology)
     architecture = find_architecture(recipe.model.path)
     mesh = tpu_mesh(recipe, args.topology)
-    return check(recipe, architecture, mesh, generation)
+    return check(recipe, architecture, mesh, host_devices(mesh, args.topology), generation)
 
 
 def tpu_generation(topology: str) -> str:
@@ -87,7 +90,28 @@ def tpu_mesh(recipe: Recipe, topology: str) -> Mesh:
     return make_mesh(**recipe.learner.mesh.model_dump(), devices=devices)
 
 
-def check(recipe: Recipe, architecture: Architecture, mesh: Mesh, generation: str) -> int:
+def host_devices(mesh: Mesh, topology: str) -> list[jax.Device]:
+    """A host of the topology as one of its own: libtpu compiles for no part of a larger one."""
+    from jax.experimental import topologies
+
+    devices = list(mesh.devices.flat)
+    first = [d for d in devices if d.process_index == devices[0].process_index]
+    if len(first) == len(devices):
+        return devices
+    tpu, grid = topology.split(":")
+    corners = list(zip(*(d.coords for d in first), strict=True))[: grid.count("x") + 1]
+    host = "x".join(str(max(axis) - min(axis) + 1) for axis in corners)
+    found = topologies.get_topology_desc(platform="tpu", topology_name=f"{tpu}:{host}")
+    return list(found.devices)
+
+
+def check(
+    recipe: Recipe,
+    architecture: Architecture,
+    mesh: Mesh,
+    host: Sequence[jax.Device],
+    generation: str,
+) -> int:
     """Compiles, prints the tables, and returns 0 if every phase of a step fits, else 1."""
     from srpo_jax import compile_report as report
     from srpo_jax.abstract_engine import abstract_engine
@@ -116,7 +140,7 @@ def check(recipe: Recipe, architecture: Architecture, mesh: Mesh, generation: st
         return 1
     phases, sampling, refused = update_phases(programs, update.resident), {}, None
     try:
-        engine = abstract_engine(recipe, architecture, mesh, update.resident, usable * report.GIB)
+        engine = abstract_engine(recipe, architecture, host, update.resident, usable * report.GIB)
         sampling = engine.compile()
         phases.insert(0, engine.phase(sampling))
     except report.OutOfMemory as error:

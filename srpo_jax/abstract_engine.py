@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from models.cache_attention import cache_attention_on
 from models.known_configs import Architecture
@@ -66,19 +65,17 @@ class AbstractEngine:
 def abstract_engine(
     recipe: Recipe,
     architecture: Architecture,
-    learner: Mesh,
+    devices: Sequence[jax.Device],
     resident: Mapping[str, int],
     usable: int,
 ) -> AbstractEngine:
-    """The recipe's engine on the first host of the learner's mesh, where ``resident`` bytes of the
-    learner (as AbstractUpdate.resident) leave it the rest of ``usable``.
+    """The recipe's engine on a host's devices, where ``resident`` bytes of the learner (as
+    AbstractUpdate.resident) leave it the rest of ``usable``.
 
     Raises RecipeError for a mesh that these devices do not make, OutOfMemory where the cache has no
     room for one call.
     """
     rollout, config = recipe.rollout, architecture.config
-    first = learner.devices.flat[0].process_index
-    devices = [d for d in learner.devices.flat if d.process_index == first]
     graphdef, params = abstract_model(config, jnp.dtype(recipe.model.param_dtype))
     num_params = sum(a.size for a in jax.tree.leaves(params))
     try:

@@ -421,10 +421,9 @@ def test_phases_of_a_compiled_update(recipe_file):
 def test_engine_memory_by_hand(recipe_file):
     """Two replicas of two devices each on the four of the only host."""
     recipe = load_recipe(recipe_file, ["rollout.mesh={replicas: -1, tensor: 2}"])
-    update, mesh = tiny_update(recipe, data=1, fsdp=4)
-    engine = abstract_engine(
-        recipe, find_architecture(recipe.model.path), mesh, update.resident, 1e9
-    )
+    update, _ = tiny_update(recipe, data=1, fsdp=4)
+    architecture = find_architecture(recipe.model.path)
+    engine = abstract_engine(recipe, architecture, jax.devices(), update.resident, 1e9)
     assert (engine.replicas, engine.tensor) == (2, 2)
     assert engine.weights == 2 * ((TINY_PARAMS - TINY_NORMS) // 2 + TINY_NORMS)
     assert engine.tokens == 8 * (256 + 64)  # a longest call in every slot, one page for rounding
@@ -443,26 +442,25 @@ def test_engine_memory_by_hand(recipe_file):
 
 def test_the_cache_gets_what_is_free(recipe_file):
     recipe = load_recipe(recipe_file, ["rollout.mesh={replicas: -1, tensor: 2}"])
-    update, mesh = tiny_update(recipe, data=1, fsdp=4)
+    update, _ = tiny_update(recipe, data=1, fsdp=4)
     architecture = find_architecture(recipe.model.path)
     kept = sum(v for k, v in update.resident.items() if k not in ("gradient sums", "batch"))
     used = kept + TINY_PARAMS  # two bytes each, on two devices
     token = 2 * 2 * (TINY.num_kv_heads // 2) * 64 * 2
     engine = abstract_engine(
-        recipe, architecture, mesh, update.resident, used + 1000 * token / 0.85 + 8
+        recipe, architecture, jax.devices(), update.resident, used + 1000 * token / 0.85 + 8
     )
     assert engine.tokens == 1000
     with pytest.raises(OutOfMemory, match="room for 0 cached tokens, one call needs 384"):
-        abstract_engine(recipe, architecture, mesh, update.resident, used)
+        abstract_engine(recipe, architecture, jax.devices(), update.resident, used)
 
 
 def test_few_devices_a_replica_where_memory_allows(recipe_file):
     recipe = load_recipe(recipe_file)
-    _, mesh = tiny_update(recipe, data=1, fsdp=4)
     architecture = find_architecture(recipe.model.path)
     for usable, tensor in ((1e9, 1), (2 * TINY_PARAMS / 0.3, 1), (2 * TINY_PARAMS / 0.31, 2)):
         try:
-            found = abstract_engine(recipe, architecture, mesh, {}, usable).tensor
+            found = abstract_engine(recipe, architecture, jax.devices(), {}, usable).tensor
         except OutOfMemory:
             found = None
         assert found == tensor
