@@ -4,7 +4,8 @@ Token ids go out and token ids and log-probs come back; text never takes part. E
 setting is sent with its value, neutral ones too, because servers otherwise fill in those of the
 checkpoint's ``generation_config.json``. Two settings belong to the server: it must return token ids
 (vLLM 0.10.2 or later: ``return_token_ids``), and its log-probs must be those of the distribution
-sampled from (vLLM: ``--logprobs-mode processed_logprobs`` unless the temperature is 1).
+sampled from (vLLM: ``--logprobs-mode processed_logprobs``, unless the temperature is 1 and neither
+top_p nor top_k cuts).
 """
 
 from __future__ import annotations
