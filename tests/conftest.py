@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -32,3 +33,18 @@ def pytest_collection_modifyitems(config, items):
         for kind in ("gpu", "tpu"):
             if item.get_closest_marker(kind) and backend != kind:
                 item.add_marker(pytest.mark.skip(reason=f"needs a {kind.upper()}"))
+
+
+@pytest.fixture(scope="session")
+def v5e():
+    """The devices of a v5e:2x2 that libtpu compiles for, with no TPU attached."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("needs libtpu")
+    from jax.experimental import topologies
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TPU_SKIP_MDS_QUERY", "1")
+        patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # by several test workers; no chip is used
+        if not os.environ.get("TPU_LIBRARY_PATH"):
+            patch.delenv("TPU_LIBRARY_PATH", raising=False)
+        yield topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices

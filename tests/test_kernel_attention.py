@@ -7,8 +7,6 @@ where they are installed: libtpu for v5e, and the lowering to Triton, which is p
 from __future__ import annotations
 
 import functools
-import importlib.util
-import os
 
 import jax
 import jax.numpy as jnp
@@ -163,21 +161,6 @@ def test_gpu_kernel_lowers_to_triton(width, dtype):
     traced = value_and_grads(gpu.gpu_attention).trace(*shapes, segments)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("__gpu$xla.gpu.triton") == 3  # forward, its backward's sums, backward
-
-
-@pytest.fixture(scope="module")
-def v5e():
-    """The devices of a v5e:2x2 that libtpu compiles for, with no TPU attached."""
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("needs libtpu")
-    from jax.experimental import topologies
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TPU_SKIP_MDS_QUERY", "1")
-        patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # by several test workers; no chip is used
-        if not os.environ.get("TPU_LIBRARY_PATH"):
-            patch.delenv("TPU_LIBRARY_PATH", raising=False)
-        yield topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ What the compiler for v5e says of them, in memory above all, is asked where libt
 from __future__ import annotations
 
 import functools
-import importlib.util
-import os
 
 import jax
 import jax.numpy as jnp
@@ -253,21 +251,6 @@ def test_what_the_kernel_does_not_take_is_refused_in_words():
                 own[None],
                 own[:1],
             )
-
-
-@pytest.fixture(scope="module")
-def v5e():
-    """The devices of a v5e:2x2 that libtpu compiles for, with no TPU attached."""
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("needs libtpu")
-    from jax.experimental import topologies
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TPU_SKIP_MDS_QUERY", "1")
-        patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # by several test workers; no chip is used
-        if not os.environ.get("TPU_LIBRARY_PATH"):
-            patch.delenv("TPU_LIBRARY_PATH", raising=False)
-        yield topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
 
 
 MODELS = pytest.mark.parametrize(
