@@ -287,7 +287,6 @@ def compile_in_place(program, devices, cache, heads, others, spec):
     program = jax.jit(mapped, donate_argnums=0).lower(*args).compile()
     memory = program.memory_analysis()
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args[0])) // len(devices)
-    print(memory.temp_size_in_bytes, size)
     assert memory.alias_size_in_bytes >= size > 2**29 - 2**24
     assert memory.temp_size_in_bytes < size / 20
     return program.as_text()
