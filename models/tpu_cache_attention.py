@@ -1,15 +1,20 @@
 """The engine's attention over a paged cache as Pallas kernels for TPU.
 
 Decoding is one kernel a layer, whose grid runs over the items of ``Work`` in order; the pipeline
-fetches item i + 1's page while item i is computed. A step reads every used page once for up to R
-rows, 2 Kv H P bytes of width (1 MiB at Kv 8, H 128, P 256 in bfloat16), and writes, for each row,
-only the tiles that hold its new token: [Kv, H, 128] of the keys and [Kv, 16, H] of the values. A
-step of the grid costs about a third of a microsecond beside its page, also where an item is empty.
+fetches item i + 1's page while item i is computed. An item reads its page once for up to R rows:
+2 Kv H P numbers, 1 MiB or 1.3 us of a v5e's bandwidth at Kv 8, H 128, P 256 in bfloat16. A row's
+new token is put into its page in VMEM and only the tiles that hold it are written back: [Kv, H,
+128] of the keys and [Kv, 16, H] of the values, a quarter of such a page. A step of the grid costs
+about a third of a microsecond beside that, which narrow pages (Kv H < 256) do not hide.
 
 Softmax sums are kept for every row in VMEM and updated in the order of the items, in which a row's
 pages have a fixed order. An own page always goes through a product of one row and a shared one
 through a product of R, so a row's bits depend on its own pages alone. Query heads stay dense: a
 product takes all of them and keeps those that belong to its key head, so any group size G fits.
+
+VMEM, as compiled for v5e: decoding takes 4 to 15 MiB (64 to 256 rows of 16 to 32 heads), prefill
+9 MiB at N H = 2048 and 15 MiB at 4096, or 21 MiB in float32; up to twice that for v5p. The 16 MiB
+of a v4 hold 64 rows, but no prefill of N H = 4096.
 
 Axes: B rows (slots), n items, R rows of an item, S pages of a prefill, J pages of a row, P tokens
 of a page, N query heads (padded to whole tiles), Kv key heads, G = N / Kv, H head width.
@@ -33,6 +38,7 @@ SUBLANES = 8  # of a float32 tile
 # is over the compiler's default. A v5e core has 128 MiB.
 VMEM_BYTES = 48 << 20
 SLAB = 16  # tokens of values that are written together: a tile of bfloat16
+SCALARS = 2**18 - 2**12  # int32 that fit in a core's scalar memory beside a kernel's own
 
 
 def tpu_cache_attention(interpret: Any = False) -> CacheAttention:
@@ -72,9 +78,15 @@ def decode_tokens(
     token is that of its only own item with 0 < base + own <= P. A row without one stores nothing,
     and page UNUSED (0) may get any content if no row has one. Without any item the result is 0.
 
-    Raises ValueError on a cache of another dtype or page size.
+    Raises ValueError on a cache of another dtype or page size, and on too many items.
     """
     _check(cache)
+    most = SCALARS // (work.rows.shape[2] + 3)
+    if work.page.size > most:
+        raise ValueError(
+            f"the TPU kernel takes at most {most} items (slots x pages of a row), "
+            f"not {work.page.size}: fewer slots, fewer cache tokens or larger pages"
+        )
     B, N, H = q_BNH.shape
     _, Kv, P, _ = cache.v.shape
     R = work.rows.shape[2]

@@ -109,6 +109,7 @@ def test_decode_equals_plain_over_steps(Kv, G, H, page, dtype):
 def test_the_pipeline_of_a_tpu_gives_the_same(H):
     """Copies, buffers that live from item to item and memory that nobody wrote, simulated."""
     rows, own = busy_rows(128)
+    own[0] = 130  # the first item stores nothing
     work, at = plan(rows, 128), own_page(rows, own, 128)
     cache = random_cache(30, 1, H, 128)
     args = random(3, SLOTS, 2, H), random(4, SLOTS, 1, H), random(5, SLOTS, 1, H), cache, work, own
@@ -119,6 +120,22 @@ def test_the_pipeline_of_a_tpu_gives_the_same(H):
     for a, b, old in zip(got, want, cache, strict=True):
         np.testing.assert_array_equal(a[1:], b[1:])
         np.testing.assert_array_equal(a[0], old[0])
+
+
+@pytest.mark.parametrize("H", [64, 128])
+def test_slots_past_one_tile_of_new_tokens(H):
+    slots, page = 140, 128
+    own = np.zeros(slots, np.int32)
+    rows = {slot: RowPages([], [1 + i]) for i, slot in enumerate((5, 127, 128, 139))}
+    own[list(rows)] = 1, 128, 64, 7
+    work, at = plan(rows, page, slots), own_page(rows, own, page)
+    cache = random_cache(6, 1, H, page)
+    args = random(3, slots, 2, H), random(4, slots, 1, H), random(5, slots, 1, H), cache, work, own
+    out, got, _ = decode(*args, at, ())
+    expected, want, _ = plain_decode(*args, at, new_partial(work, 1, 2, H))
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a[1:], b[1:])
 
 
 def test_without_items_nothing_happens():
@@ -287,7 +304,7 @@ def compile_in_place(program, devices, cache, heads, others, spec):
     program = jax.jit(mapped, donate_argnums=0).lower(*args).compile()
     memory = program.memory_analysis()
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(args[0])) // len(devices)
-    assert memory.alias_size_in_bytes >= size > 2**29 - 2**24
+    assert memory.alias_size_in_bytes == size > 2**29 - 2**24
     assert memory.temp_size_in_bytes < size / 20
     return program.as_text()
 
