@@ -20,12 +20,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "model",
         metavar="MODEL_OR_RECIPE",
-        help="a Hugging Face folder or hub name; or a recipe (.yaml), whose model, slots and "
-        "lengths are then the defaults",
+        help="a Hugging Face folder or hub name; or a recipe (.yaml), whose model and rollout "
+        "settings are then the defaults",
     )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0: any free one")
-    parser.add_argument("--slots", type=int, help=f"requests at once (default {DEFAULT_SLOTS})")
+    parser.add_argument(
+        "--slots", type=int, help=f"requests at once on each replica (default {DEFAULT_SLOTS})"
+    )
+    parser.add_argument("--replicas", type=int, help="engines beside each other (default 1)")
+    parser.add_argument("--tensor", type=int, help="devices of each of them (default 1)")
     parser.add_argument(
         "--cache-tokens", type=int,
         help=f"longest prompt and response together (default {DEFAULT_CACHE_TOKENS}, or what the "
@@ -39,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         help="version of the weights that answers name (default 0)",
     )  # fmt: skip
     args = parser.parse_args(argv)
-    for name in ("slots", "cache_tokens"):
+    for name in ("slots", "replicas", "tensor", "cache_tokens"):
         if (value := getattr(args, name)) is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if not 0 <= args.port < 2**16:
@@ -47,15 +51,21 @@ def main(argv: list[str] | None = None) -> int:
 
     path, revision, dtype = args.model, None, args.dtype or "float32"
     slots, cache_tokens, burst = args.slots, args.cache_tokens, 16
+    axes, budget, stored = {"replicas": 1, "tensor": 1}, None, None
     if path.endswith((".yaml", ".yml")):
         from srpo_jax.config import load_recipe
 
         recipe = load_recipe(path)
         path, revision = recipe.model.path, recipe.model.revision
-        dtype, burst = args.dtype or recipe.model.dtype, recipe.rollout.burst
-        slots = slots or recipe.rollout.slots
-        cache_tokens = cache_tokens or recipe.rollout.prompt_tokens + recipe.rollout.response_tokens
+        rollout = recipe.rollout
+        dtype = args.dtype or rollout.dtype or recipe.model.dtype
+        burst, budget, stored = rollout.burst, rollout.cache_tokens, rollout.stored_tokens
+        slots = slots or rollout.slots
+        cache_tokens = cache_tokens or rollout.prompt_tokens + rollout.response_tokens
+        axes = rollout.mesh.model_dump() if rollout.mesh else axes
+    axes |= {name: value for name in axes if (value := getattr(args, name)) is not None}
 
+    import jax
     import jax.numpy as jnp
 
     from models.convert import load_hf
@@ -63,18 +73,33 @@ def main(argv: list[str] | None = None) -> int:
     from models.tokenizer import ChatTokenizer
     from srpo_jax.completion_server import CompletionServer
     from srpo_jax.engine import Engine, Request
+    from srpo_jax.engine.layout import engine_mesh
+    from srpo_jax.sharding import make_mesh
 
+    devices = jax.local_devices()
+    if axes["replicas"] != -1:
+        devices = devices[: axes["replicas"] * axes["tensor"]]
+    try:
+        mesh = engine_mesh(devices, **axes)
+    except ValueError as error:
+        parser.error(f"--replicas, --tensor: {error}")
     tokenizer = ChatTokenizer(path, revision=revision)
-    model, config = load_hf(path, dtype=jnp.dtype(dtype), revision=revision)
+    model, config = load_hf(
+        path, dtype=jnp.dtype(dtype), mesh=make_mesh(1, -1, 1, devices), revision=revision
+    )
     cache_tokens = cache_tokens or min(DEFAULT_CACHE_TOKENS, config.max_position)
     if cache_tokens > config.max_position:
         parser.error(f"--cache-tokens is {cache_tokens}, {path} was made for {config.max_position}")
-    engine = Engine(
-        config, *split_params(model),
-        vocab_size=tokenizer.vocab_size, stop_ids=tokenizer.stop_ids, slots=slots or DEFAULT_SLOTS,
-        cache_tokens=cache_tokens, burst=burst, dtype=jnp.dtype(dtype),
-        decode_text=tokenizer.decode, version=args.policy_version,
-    )  # fmt: skip
+    try:
+        engine = Engine(
+            config, *split_params(model), mesh=mesh,
+            vocab_size=tokenizer.vocab_size, stop_ids=tokenizer.stop_ids,
+            slots=slots or DEFAULT_SLOTS, cache_tokens=cache_tokens, burst=burst,
+            budget_tokens=budget, store_tokens=stored, dtype=jnp.dtype(dtype),
+            decode_text=tokenizer.decode, version=args.policy_version,
+        )  # fmt: skip
+    except ValueError as error:
+        parser.error(str(error))
     try:
         server = CompletionServer(
             engine, tokenizer, str(Path(path)), host=args.host, port=args.port

@@ -473,12 +473,29 @@ def test_an_engine_that_breaks_is_said_to_all(tokenizer):
     server.server_close()
 
 
-@pytest.mark.parametrize("option", [("--slots", "0"), ("--cache-tokens", "0"), ("--port", "70000")])
+@pytest.mark.parametrize(
+    "option",
+    [("--slots", "0"), ("--cache-tokens", "0"), ("--port", "70000"), ("--tensor", "0")],
+)
 def test_bad_options_are_one_line(capsys, option):
     with pytest.raises(SystemExit) as exit_:
         serve.main([str(TINY), *option])
     assert exit_.value.code == 2
     assert f"{option[0]} must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (("--replicas", "8"), "replicas 8 x tensor 1 does not make 4 devices"),
+        (("--tensor", "3"), "tensor 3 does not divide the model's 4 query heads"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_one_line(capsys, options, said):
+    with pytest.raises(SystemExit) as exit_:
+        serve.main([str(TINY), *options, "--cache-tokens", "64"])
+    assert exit_.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_taken_port_is_one_line(server, capsys):
@@ -491,7 +508,9 @@ def test_a_taken_port_is_one_line(server, capsys):
 
 def test_the_command_serves_and_ends_cleanly():
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "launch.serve", str(TINY), "--port", "0", "--slots", "2"]
+    command = [sys.executable, "-m", "launch.serve", str(TINY), "--port", "0", "--slots", "1"]
+    command += ["--replicas", "2"]
+    env["JAX_NUM_CPU_DEVICES"] = "2"
     with subprocess.Popen(
         [*command, "--cache-tokens", "64", "--policy-version", "3"], env=env, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
