@@ -67,7 +67,7 @@ def peer_python(
         if done.returncode:
             raise PeerError(
                 f"{peer}: {' '.join(command[2:4])} ended with code {done.returncode}, so there is "
-                f"no {home}; leave this peer out with --skip {peer}",
+                f"no {home}",
                 last_lines(done.stdout),
             )
     stamp.write_text(wanted)

@@ -201,9 +201,7 @@ def test_an_environment_is_made_once_for_its_pins(tmp_path, monkeypatch):
 
 def test_a_failed_installation_shows_its_end_and_is_tried_again(tmp_path):
     settings = {"folder": tmp_path / "envs", "say": lambda text: None}
-    with pytest.raises(
-        PeerError, match=r"^tunix: .*pip install ended with code 1.*--skip tunix"
-    ) as e:
+    with pytest.raises(PeerError, match=r"^tunix: .*pip install ended with code 1") as e:
         peer_python("tunix", base=fake_base(tmp_path, "echo no such package; exit 1"), **settings)
     assert e.value.output == "no such package"
     peer_python("tunix", base=fake_base(tmp_path, "exit 0"), **settings)
