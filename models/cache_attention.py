@@ -71,7 +71,7 @@ class CacheAttention(NamedTuple):
     page     tokens of a page
     lanes    R, rows of an item
     room     (work, Kv, G, H) -> what ``decode`` writes to from layer to layer: a pytree whose
-             leaves have Kv as axis 2, or nothing
+             leaves have Kv as axis 2, or nothing; ValueError for shapes that it does not take
     decode   as ``decode_tokens``
     prefill  as ``prefill_pages``
     """

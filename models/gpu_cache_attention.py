@@ -36,15 +36,26 @@ def gpu_cache_attention(interpret: bool = False) -> CacheAttention:
     Takes bfloat16, float16 and float32, whose products keep full precision (no TF32), and head
     widths of 16 to 128; raises ValueError with the reason of ``gpu_supported`` otherwise.
 
-    Not yet run on a GPU. Run were the interpreter on CPU and the lowering to Triton for CUDA.
+    Not yet run on a GPU. Run were the interpreter on CPU, the lowering to Triton for CUDA, and, of
+    an earlier form, the compilation of that for compute capabilities 8.0 and 9.0.
     """
     return CacheAttention(
         page=64,
         lanes=4,
-        room=lambda work, kv_heads, groups, head_dim: (),
+        room=no_room,
         decode=functools.partial(decode_tokens_gpu, interpret=interpret),
         prefill=functools.partial(prefill_pages_gpu, interpret=interpret),
     )
+
+
+def no_room(work: Work, kv_heads: int, groups: int, head_dim: int) -> tuple[()]:
+    """The sums are temporaries: nothing is carried from layer to layer.
+
+    Raises ValueError on heads that the kernels do not take.
+    """
+    if reason := gpu_supported((kv_heads * groups, head_dim), kv_heads, WIDE):
+        raise ValueError(reason)
+    return ()
 
 
 def decode_tokens_gpu(

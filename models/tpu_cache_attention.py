@@ -58,7 +58,16 @@ def tpu_cache_attention(interpret: Any = False) -> CacheAttention:
 
 
 def no_room(work: Work, kv_heads: int, groups: int, head_dim: int) -> tuple[()]:
-    """The sums live in VMEM: nothing is carried from layer to layer."""
+    """The sums live in VMEM: nothing is carried from layer to layer.
+
+    Raises ValueError on more items than scalar memory holds.
+    """
+    most = SCALARS // (work.rows.shape[2] + 3)
+    if work.page.size > most:
+        raise ValueError(
+            f"the TPU kernel takes at most {most} items (slots x pages of a row), "
+            f"not {work.page.size}: fewer slots, fewer cache tokens or larger pages"
+        )
     return ()
 
 
@@ -78,15 +87,9 @@ def decode_tokens(
     token is that of its only own item with 0 < base + own <= P. A row without one stores nothing,
     and page UNUSED (0) may get any content if no row has one. Without any item the result is 0.
 
-    Raises ValueError on a cache of another dtype or page size, and on too many items.
+    Raises ValueError on a cache of another dtype or page size.
     """
     _check(cache)
-    most = SCALARS // (work.rows.shape[2] + 3)
-    if work.page.size > most:
-        raise ValueError(
-            f"the TPU kernel takes at most {most} items (slots x pages of a row), "
-            f"not {work.page.size}: fewer slots, fewer cache tokens or larger pages"
-        )
     B, N, H = q_BNH.shape
     _, Kv, P, _ = cache.v.shape
     R = work.rows.shape[2]

@@ -20,9 +20,8 @@ from srpo_jax.compile_report import (
 )
 from srpo_jax.config import Recipe
 from srpo_jax.engine.build import EnginePrograms, build_programs
-from srpo_jax.engine.layout import REPLICA, TENSOR, check_tensor, engine_mesh
-from srpo_jax.engine.plan import Shapes
-from srpo_jax.run_engine import cache_budget, engine_axes, engine_dtype
+from srpo_jax.engine.layout import REPLICA, TENSOR
+from srpo_jax.run_engine import cache_budget, engine_dtype, engine_shapes, recipe_mesh
 from srpo_jax.yaml_reading import RecipeError
 
 
@@ -67,39 +66,37 @@ def abstract_engine(
     architecture: Architecture,
     devices: Sequence[jax.Device],
     resident: Mapping[str, int],
-    usable: int,
+    usable: float,
 ) -> AbstractEngine:
     """The recipe's engine on a host's devices, where ``resident`` bytes of the learner (as
     AbstractUpdate.resident) leave it the rest of ``usable``.
 
-    Raises RecipeError for a mesh that these devices do not make, OutOfMemory where the cache has no
-    room for one call.
+    Raises RecipeError for a mesh that these devices do not make and what their attention does not
+    take, OutOfMemory where the cache has no room for one call.
     """
-    rollout, config = recipe.rollout, architecture.config
+    config = architecture.config
     graphdef, params = abstract_model(config, jnp.dtype(recipe.model.param_dtype))
     num_params = sum(a.size for a in jax.tree.leaves(params))
-    try:
-        mesh = engine_mesh(devices, **engine_axes(recipe, config, num_params, devices, usable))
-        check_tensor(config, mesh.shape[TENSOR])
-    except ValueError as error:
-        raise RecipeError(f"rollout.mesh: {error}") from None
+    mesh = recipe_mesh(recipe, config, num_params, devices, usable)
     tensor, dtype = mesh.shape[TENSOR], engine_dtype(recipe)
     kept = {k: v for k, v in resident.items() if k not in ("gradient sums", "batch")}
     free = usable - sum(kept.values()) - num_params * dtype.itemsize // tensor
-    attention = cache_attention_on(devices[0].platform)
-    longest = rollout.prompt_tokens + rollout.response_tokens
-    tokens = cache_budget(recipe, config, mesh, free)
-    if tokens < longest + 2 * attention.page:
+    platform = devices[0].platform
+    shapes = engine_shapes(recipe, platform)
+    tokens, one = cache_budget(recipe, config, tensor, shapes, free), shapes.request_pages
+    if tokens < one * shapes.page:
         raise OutOfMemory(
             f"rollout: beside weights and learner there is room for {tokens} cached tokens, one "
-            f"call needs {longest + 2 * attention.page}"
+            f"call needs {one * shapes.page}"
         )
-    programs = build_programs(
-        config, graphdef, params, mesh, attention,
-        Shapes(rollout.slots, attention.page, attention.lanes, longest),
-        pages=tokens // attention.page + 1, vocab_size=architecture.tokenizer_ids, stop_ids=(0,),
-        burst=rollout.burst, dtype=dtype,
-    )  # fmt: skip
+    try:
+        programs = build_programs(
+            config, graphdef, params, mesh, cache_attention_on(platform), shapes,
+            pages=tokens // shapes.page + 1, vocab_size=architecture.tokenizer_ids, stop_ids=(0,),
+            burst=recipe.rollout.burst, dtype=dtype,
+        )  # fmt: skip
+    except ValueError as error:
+        raise RecipeError(f"rollout: {error}") from None
     return AbstractEngine(
         programs, mesh.shape[REPLICA], tensor, tokens, kept,
         weights=bytes_per_device(programs.weights), cache=bytes_per_device(programs.state.cache),

@@ -14,6 +14,7 @@ from models.cache_attention import cache_attention_on
 from models.config import ModelConfig
 from models.qwen import Qwen, split_params
 from models.tokenizer import ChatTokenizer
+from srpo_jax.compile_report import bytes_per_device
 from srpo_jax.config import Recipe, RecipeError
 from srpo_jax.engine import Engine
 from srpo_jax.engine.layout import (
@@ -23,7 +24,7 @@ from srpo_jax.engine.layout import (
     fewest_devices,
     key_head_copies,
 )
-from srpo_jax.engine.plan import pages_of
+from srpo_jax.engine.plan import Shapes
 from srpo_jax.remote_engine import RemoteEngine
 
 WEIGHTS_SHARE = 0.3  # of a device's memory that an engine's weights may take beside a learner's
@@ -33,52 +34,65 @@ CACHE_SHARE = 0.85  # of what weights and learner leave free; the programs' own 
 def local_engine(recipe: Recipe, model: Qwen, tokenizer: ChatTokenizer, learner: Mesh) -> Engine:
     """The recipe's engine on the devices of the learner's mesh, beside what is there already.
 
-    Raises RecipeError where ``rollout.mesh`` or ``rollout.cache_tokens`` does not fit.
+    Raises RecipeError where the mesh, the cache or the model's shape does not fit.
     """
     rollout, config = recipe.rollout, model.config
     graphdef, params = split_params(model)
     num_params = sum(a.size for a in jax.tree.leaves(params))
     devices = list(learner.devices.flat)
     memory = devices[0].memory_stats() or {}
-    axes = engine_axes(recipe, config, num_params, devices, memory.get("bytes_limit"))
+    mesh = recipe_mesh(recipe, config, num_params, devices, memory.get("bytes_limit"))
+    free = None
+    if "bytes_limit" in memory:
+        weights = num_params * engine_dtype(recipe).itemsize // mesh.shape[TENSOR]
+        # The frozen reference is the loaded parameters themselves, until an update makes new ones.
+        reference = bytes_per_device(params) if recipe.objective_config().kl_coef else 0
+        free = memory["bytes_limit"] - memory["bytes_in_use"] - weights - reference
+    shapes = engine_shapes(recipe, devices[0].platform)
+    try:
+        return Engine(
+            config, graphdef, params, mesh=mesh,
+            vocab_size=tokenizer.vocab_size, stop_ids=tokenizer.stop_ids, slots=rollout.slots,
+            cache_tokens=shapes.cache_tokens, burst=rollout.burst,
+            budget_tokens=cache_budget(recipe, config, mesh.shape[TENSOR], shapes, free),
+            store_tokens=rollout.stored_tokens, decode_text=tokenizer.decode,
+            dtype=engine_dtype(recipe),
+        )  # fmt: skip
+    except ValueError as error:
+        raise RecipeError(f"rollout: {error}") from None
+
+
+def recipe_mesh(
+    recipe: Recipe,
+    config: ModelConfig,
+    num_params: int,
+    devices: Sequence[jax.Device],
+    memory: float | None,
+) -> Mesh:
+    """The engine's mesh over ``devices``: as the recipe says, else with the fewest devices a
+    replica whose ``memory`` (bytes of one; None: a CPU's, enough) has room beside the weights.
+
+    Raises RecipeError where it does not make the devices or divide the model.
+    """
+    axes = {"replicas": -1, "tensor": 1}
+    if recipe.rollout.mesh is not None:
+        axes = recipe.rollout.mesh.model_dump()
+    elif memory is not None:
+        size = num_params * engine_dtype(recipe).itemsize
+        axes["tensor"] = fewest_devices(config, len(devices), size, WEIGHTS_SHARE * memory)
     try:
         mesh = engine_mesh(devices, **axes)
         check_tensor(config, mesh.shape[TENSOR])
     except ValueError as error:
         raise RecipeError(f"rollout.mesh: {error}") from None
-    free = None
-    if "bytes_limit" in memory:
-        weights = num_params * engine_dtype(recipe).itemsize // mesh.shape[TENSOR]
-        free = memory["bytes_limit"] - memory["bytes_in_use"] - weights
-    try:
-        return Engine(
-            config, graphdef, params, mesh=mesh,
-            vocab_size=tokenizer.vocab_size, stop_ids=tokenizer.stop_ids, slots=rollout.slots,
-            cache_tokens=rollout.prompt_tokens + rollout.response_tokens, burst=rollout.burst,
-            budget_tokens=cache_budget(recipe, config, mesh, free),
-            store_tokens=rollout.stored_tokens, decode_text=tokenizer.decode,
-            dtype=engine_dtype(recipe),
-        )  # fmt: skip
-    except ValueError as error:
-        raise RecipeError(f"rollout.cache_tokens: {error}") from None
+    return mesh
 
 
-def engine_axes(
-    recipe: Recipe,
-    config: ModelConfig,
-    num_params: int,
-    devices: Sequence[jax.Device],
-    memory: int | None,
-) -> dict[str, int]:
-    """The sizes of the engine's mesh: the recipe's, else the fewest devices a replica whose
-    ``memory`` (bytes of one; None: a CPU's, enough) has room beside the weights."""
-    if recipe.rollout.mesh is not None:
-        return recipe.rollout.mesh.model_dump()
-    if memory is None:
-        return {"replicas": -1, "tensor": 1}
-    size = num_params * engine_dtype(recipe).itemsize
-    tensor = fewest_devices(config, len(devices), size, WEIGHTS_SHARE * memory)
-    return {"replicas": -1, "tensor": tensor}
+def engine_shapes(recipe: Recipe, platform: str) -> Shapes:
+    """The sizes of the engine's programs on a kind of devices."""
+    rollout, attention = recipe.rollout, cache_attention_on(platform)
+    longest = rollout.prompt_tokens + rollout.response_tokens
+    return Shapes(rollout.slots, attention.page, attention.lanes, longest)
 
 
 def engine_dtype(recipe: Recipe) -> np.dtype:
@@ -92,16 +106,17 @@ def token_bytes(config: ModelConfig, tensor: int, itemsize: int) -> int:
     return 2 * config.num_layers * heads * config.head_dim * itemsize
 
 
-def cache_budget(recipe: Recipe, config: ModelConfig, mesh: Mesh, free: int | None) -> int | None:
+def cache_budget(
+    recipe: Recipe, config: ModelConfig, tensor: int, shapes: Shapes, free: float | None
+) -> int | None:
     """Tokens of a replica's cache: the recipe's, else what fits ``free`` bytes of a device, at most
     the longest call in every slot. None: that (a CPU, whose memory is taken to be enough)."""
-    rollout = recipe.rollout
-    if rollout.cache_tokens is not None or free is None:
-        return rollout.cache_tokens
-    page = cache_attention_on(mesh.devices.flat[0].platform).page
-    longest = pages_of(rollout.prompt_tokens + rollout.response_tokens, page) + 1
-    token = token_bytes(config, mesh.shape[TENSOR], engine_dtype(recipe).itemsize)
-    return min(int(CACHE_SHARE * max(free, 0)) // token, rollout.slots * longest * page)
+    if recipe.rollout.cache_tokens is not None or free is None:
+        return recipe.rollout.cache_tokens
+    fits = int(CACHE_SHARE * max(free, 0)) // token_bytes(
+        config, tensor, engine_dtype(recipe).itemsize
+    )
+    return min(fits, shapes.slots * shapes.request_pages * shapes.page)
 
 
 def remote_engine(recipe: Recipe, tokenizer: ChatTokenizer) -> RemoteEngine:

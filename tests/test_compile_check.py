@@ -17,6 +17,7 @@ from rich.console import Console
 
 from launch.cli import entry
 from launch.compile_check import LIBTPU_ENVIRONMENT, main
+from models.cache_attention import PLAIN
 from models.config import CheckpointError, ModelConfig
 from models.known_configs import find_architecture
 from models.qwen import Qwen
@@ -42,6 +43,7 @@ from srpo_jax.learner import Learner
 from srpo_jax.optimizer import make_optimizer
 from srpo_jax.run_parts import learner_settings
 from srpo_jax.sharding import make_mesh
+from srpo_jax.yaml_reading import RecipeError
 from tests.learner_cases import batch_of
 
 # ---- collectives ---------------------------------------------------------------------------------
@@ -451,8 +453,27 @@ def test_the_cache_gets_what_is_free(recipe_file):
         recipe, architecture, jax.devices(), update.resident, used + 1000 * token / 0.85 + 8
     )
     assert engine.tokens == 1000
-    with pytest.raises(OutOfMemory, match="room for 0 cached tokens, one call needs 384"):
+    with pytest.raises(OutOfMemory, match="room for 0 cached tokens, one call needs 320"):
         abstract_engine(recipe, architecture, jax.devices(), update.resident, used)
+
+
+def test_one_slot_has_room_for_its_call_and_no_more(recipe_file):
+    recipe = load_recipe(recipe_file, ["rollout.slots=1"])
+    architecture = find_architecture(recipe.model.path)
+    engine = abstract_engine(recipe, architecture, jax.devices(), {}, 1e9)
+    assert engine.tokens == 256 + 64
+
+
+def test_what_the_attention_does_not_take_is_said_in_a_line(recipe_file, monkeypatch):
+    def refused(*_):
+        raise ValueError("no such heads")
+
+    monkeypatch.setattr(
+        "srpo_jax.abstract_engine.cache_attention_on", lambda _: PLAIN._replace(room=refused)
+    )
+    recipe = load_recipe(recipe_file)
+    with pytest.raises(RecipeError, match=r"^rollout: no such heads$"):
+        abstract_engine(recipe, find_architecture(recipe.model.path), jax.devices(), {}, 1e9)
 
 
 def test_few_devices_a_replica_where_memory_allows(recipe_file):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -79,10 +81,9 @@ def test_weights_come_from_the_learners_mesh_and_are_split():
     for done, one in zip(engine.run(mixed_requests()[:6]), expected, strict=True):
         assert done.ids == one.ids and done.version == 1
     layer = engine._weights.layers[0]
-    whole = layer.q_proj.kernel[...].shape
-    for kernel, axis in ((layer.q_proj, 1), (layer.o_proj, 0)):
-        shape = kernel.kernel[...].addressable_shards[0].data.shape
-        assert shape[axis] * 2 == kernel.kernel[...].shape[axis], whole
+    for module, axis in ((layer.q_proj, 1), (layer.o_proj, 0)):
+        kernel = module.kernel[...]
+        assert kernel.addressable_shards[0].data.shape[axis] * 2 == kernel.shape[axis]
 
 
 class TestPlacement:
@@ -133,8 +134,6 @@ class TestErrors:
     [(32, 8, 4, 1), (32, 8, 16, 2), (16, 2, 8, 4), (28, 4, 4, 1), (12, 6, 4, 2), (14, 2, 7, 7)],
 )
 def test_key_heads_are_copied_as_little_as_may_be(heads, kv_heads, tensor, copies):
-    from dataclasses import replace
-
     config = replace(tiny_config(vocab_size=64), num_heads=heads, num_kv_heads=kv_heads)
     assert key_head_copies(config, tensor) == copies
     stored = kv_heads * copies

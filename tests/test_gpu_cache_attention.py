@@ -229,3 +229,9 @@ def test_what_it_cannot_take_is_refused_in_words(H, dtype, page, reason):
     q = jnp.zeros((1, page, 1, H), dtype)
     with pytest.raises(ValueError, match=reason):
         KERNELS.prefill(q, q, q, cache, *[jnp.zeros(1, jnp.int32)] * 3)
+
+
+def test_heads_it_cannot_take_are_refused_when_room_is_made():
+    assert KERNELS.room(plan({}), 2, 2, 128) == ()
+    with pytest.raises(ValueError, match="head widths of 16 to 128, not 256"):
+        KERNELS.room(plan({}), 2, 2, 256)

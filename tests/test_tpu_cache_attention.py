@@ -248,6 +248,16 @@ def test_prefill_equals_plain(Kv, G, H, dtype):
     np.testing.assert_array_equal(alone[0], out[4])
 
 
+def test_more_items_than_scalar_memory_holds_are_refused_when_room_is_made():
+    for slots, fits in ((512, True), (600, False)):  # of 40 pages each, and a chunk of 32 more
+        work = decode_work({}, Shapes(slots, 256, KERNEL.lanes, 38 * 256))
+        if fits:
+            assert KERNEL.room(work, 2, 4, 128) == ()
+        else:
+            with pytest.raises(ValueError, match=r"takes at most 23458 items .* not 24032"):
+                KERNEL.room(work, 2, 4, 128)
+
+
 def test_what_the_kernel_does_not_take_is_refused_in_words():
     work, own = plan({}, 128), np.zeros(SLOTS, np.int32)
     for page, dtype, words in [

@@ -76,7 +76,7 @@ def build_programs(
     key_heads = config.num_kv_heads * key_head_copies(config, tensor)
     create = functools.partial(
         new_state, config, attention, replicas, key_heads,
-        shapes.slots, pages, shapes.page, joined([decode_work({}, shapes)] * replicas), dtype,
+        shapes.slots, pages, shapes.page, decode_work({}, shapes), dtype,
     )  # fmt: skip
     state = jax.eval_shape(create)
     weight_shardings = shardings(mesh, weight_specs(weights))

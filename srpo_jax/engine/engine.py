@@ -27,7 +27,7 @@ from models.config import ModelConfig
 from srpo_jax.engine.build import build_programs, joined, prefill_size
 from srpo_jax.engine.layout import REPLICA, TENSOR, check_tensor, engine_mesh
 from srpo_jax.engine.pages import Node, PageStore
-from srpo_jax.engine.plan import Shapes, pages_of, prefill_pages
+from srpo_jax.engine.plan import Shapes, prefill_pages
 from srpo_jax.engine.replica import Replica, Running
 from srpo_jax.engine.requests import TOP_LOGPS, Completion, PromptTooLong, Request
 
@@ -43,7 +43,8 @@ class Engine:
     ``sharing`` equal prompts are computed, stored and read once for every request: the same bits,
     slower.
 
-    Raises ValueError for a budget below one request, or heads that the mesh does not divide.
+    Raises ValueError for a budget below one request, heads that the mesh does not divide, and what
+    the devices' attention does not take.
     """
 
     def __init__(
@@ -79,12 +80,12 @@ class Engine:
         attention = cache_attention_on(mesh.devices.flat[0].platform)
         self._shapes = shapes = Shapes(slots, page or attention.page, attention.lanes, cache_tokens)
         self._prefill_pages = prefill_size(mesh, shapes)
-        one = pages_of(cache_tokens, shapes.page) + 1  # both prompt and response are rounded up
+        one = shapes.request_pages
         count = slots * one if budget_tokens is None else budget_tokens // shapes.page
         if count < one:
             raise ValueError(
-                f"{budget_tokens} tokens are too few: one request of {cache_tokens} tokens needs "
-                f"{one * shapes.page}"
+                f"a cache of {budget_tokens} tokens is too small: one request of {cache_tokens} "
+                f"needs {one * shapes.page}"
             )
         kept = None if store_tokens is None else store_tokens // shapes.page
         self._replicas = [

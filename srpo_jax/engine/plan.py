@@ -32,6 +32,11 @@ class Shapes:
         return _up(self.cache_tokens // self.page + 2, GROUP)
 
     @property
+    def request_pages(self) -> int:
+        """The most that one request holds: its prompt's and its own are both rounded up."""
+        return pages_of(self.cache_tokens, self.page) + 1
+
+    @property
     def items(self) -> int:
         return min(ITEMS, _up(self.slots, 8))
 

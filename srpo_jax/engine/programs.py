@@ -110,15 +110,16 @@ def new_state(
     dtype: Any,
 ) -> EngineState:
     """``replicas`` empty caches of ``pages`` pages, copies of key heads among ``key_heads``, and no
-    active slot of ``slots`` each, for work of the shape of ``work`` (all replicas)."""
+    active slot of ``slots`` each, for work of the shape of ``work`` (of one replica)."""
     width = config.head_dim
+    room = attention.room(work, key_heads, config.num_heads // key_heads, width)
     return EngineState(
         cache=tuple(
             new_pages(replicas * pages, page, key_heads, width, dtype)
             for _ in range(config.num_layers)
         ),
         slots=empty_slots(replicas * slots),
-        room=attention.room(work, key_heads, config.num_heads // key_heads, width),
+        room=jax.tree.map(lambda x: jnp.concatenate([x] * replicas), room),
     )
 
 
