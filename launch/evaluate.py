@@ -27,9 +27,9 @@ def main(argv: list[str] | None = None) -> int:
     recipe = load_recipe(args.recipe, args.overrides)
     if not recipe.tasks.eval:
         raise RecipeError(f"{args.recipe}: tasks.eval names no benchmark")
-    from srpo_jax import trainer
+    from srpo_jax.run_evaluation import evaluate_recipe
 
-    results = trainer.evaluate_recipe(recipe)
+    results = evaluate_recipe(recipe)
     output().print(results_tables(results, title=recipe.name))
     return 0
 

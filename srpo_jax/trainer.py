@@ -5,35 +5,28 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from envs.workflow import Task, Workflow
+from envs.workflow import Workflow
 from srpo_jax.advantage import row_advantages
-from srpo_jax.batch import EventBatch, ShapeMemory, build_batch
 from srpo_jax.checkpoint import Checkpoints, write_json
 from srpo_jax.config import Recipe
-from srpo_jax.evaluation import BenchmarkResult, EpisodeCost, macro
-from srpo_jax.events import Event, split_complete
+from srpo_jax.events import split_complete
 from srpo_jax.metrics import EpisodeWriter, MetricLogger, read_metrics, write_verdicts
+from srpo_jax.minibatches import apply_truncation, epoch_orders, split_minibatches
 from srpo_jax.progress import RunProgress
-from srpo_jax.rollout import EpisodePlan, EpisodeResult
+from srpo_jax.rollout import EpisodePlan
+from srpo_jax.run_evaluation import check_failures, evaluate, evaluation_metrics
 from srpo_jax.run_parts import Parts, build_parts, check_run_folder
 from srpo_jax.step_metrics import CV_WINDOW, rollout_metrics, row_metrics, update_metrics
 from srpo_jax.transcript import episode_record
 
 DONE, STOPPED = 0, 75
-
-
-class TrainingFailed(RuntimeError):
-    """A run or evaluation that cannot go on; one clear line. The last checkpoint is kept."""
-
-    exit_code = 1
 
 
 def run(
@@ -116,7 +109,7 @@ def train_step(
     ]
     with progress.phase("rollout", len(plans)) as advance:
         results = parts.rollout.run(plans, parts.train_sampling, lambda _: advance())
-    _check_failures(results, recipe.rollout.max_failed_fraction)
+    check_failures(results, recipe.rollout.max_failed_fraction)
     clock.lap("rollout")
 
     events = [e for r in results if r.episode is not None for e in r.episode.events]
@@ -152,122 +145,6 @@ def train_step(
     return metrics | clock.seconds
 
 
-def apply_truncation(events: Sequence[Event], policy: str) -> list[Event]:
-    """What happens to members that the length limit cut: keep, penalise as malformed, or drop the
-    whole event (as incomplete)."""
-    if policy == "keep":
-        return list(events)
-    changed = []
-    for event in events:
-        if all(m.stop_reason != "length" for m in event.members):
-            changed.append(event)
-        elif policy == "penalise":
-            members = tuple(
-                replace(m, well_formed=m.well_formed and m.stop_reason != "length")
-                for m in event.members
-            )
-            changed.append(replace(event, members=members))
-        else:
-            kept = tuple(m for m in event.members if m.stop_reason != "length")
-            changed.append(replace(event, members=kept))
-    return changed
-
-
-def split_minibatches(
-    recipe: Recipe,
-    step: int,
-    events: Sequence[Event],
-    advantages: Sequence[np.ndarray],
-    shapes: ShapeMemory | None = None,
-) -> list[EventBatch]:
-    """The step's events in ``updates_per_batch`` event-atomic parts, drawn by seed and step.
-
-    Where the loss is the surrogate alone, events without an advantage are counted but not
-    computed.
-    """
-    objective = recipe.objective_config()
-    parts = min(recipe.learner.updates_per_batch, len(events))
-    if not parts:
-        return []
-    order = np.random.default_rng([recipe.seed, step]).permutation(len(events))
-    batches = []
-    for chosen in np.array_split(order, parts):
-        chosen = np.sort(chosen)
-        batches.append(
-            build_batch(
-                [events[i] for i in chosen],
-                [advantages[i] for i in chosen],
-                micro_batch_rows=recipe.learner.micro_batch_rows,
-                sequence_tokens=recipe.learner.sequence_tokens,
-                max_tokens=recipe.rollout.prompt_tokens + recipe.rollout.response_tokens,
-                skip_zero_advantage=not (objective.kl_coef or objective.entropy_coef),
-                shapes=shapes,
-            )
-        )
-    return batches
-
-
-def epoch_orders(recipe: Recipe, step: int, batches: int) -> list[list[int]]:
-    """The order of the mini-batches in every epoch: as they are first, then drawn by seed, step."""
-    rng = np.random.default_rng([recipe.seed, step, 1])
-    rest = [rng.permutation(batches).tolist() for _ in range(recipe.learner.epochs - 1)]
-    return [list(range(batches)), *rest]
-
-
-def evaluate(parts: Parts, progress: RunProgress | None = None) -> dict[str, BenchmarkResult]:
-    """Every benchmark of the recipe, sampled with keys that depend on the evaluation seed alone.
-
-    Raises TrainingFailed where a server fails more than rollout.max_failed_fraction of a benchmark.
-    """
-    config = parts.recipe.evaluation
-    progress = progress or RunProgress(0, 0, None)
-    results = {}
-    for index, (name, tasks) in enumerate(parts.benchmarks.items()):
-        chosen = tasks[: config.tasks] if config.tasks else tasks
-        plans = [
-            EpisodePlan(task, (config.seed, 1, index), slot, sample)
-            for slot, task in enumerate(chosen)
-            for sample in range(config.samples)
-        ]
-        with progress.phase(f"evaluate {name}", len(plans)) as advance:
-            episodes = parts.rollout.run(plans, parts.eval_sampling, lambda _: advance())
-        if parts.recipe.rollout.remote:  # what a server fails says nothing about the model
-            _check_failures(episodes, parts.recipe.rollout.max_failed_fraction)
-        results[name] = benchmark_result(chosen, episodes, config.samples)
-    return results
-
-
-def benchmark_result(
-    tasks: Sequence[Task], episodes: Sequence[EpisodeResult], samples: int
-) -> BenchmarkResult:
-    """[tasks, samples] verdicts and costs; a failed episode counts as wrong, and as failed."""
-    correct = np.array([bool(r.episode and r.episode.correct) for r in episodes])
-    costs = [
-        EpisodeCost(
-            tokens=sum(len(m.response_ids) for m in r.team.members.values()),
-            calls=len(r.team.members),
-            tools=int(r.episode.cost["tools"]) if r.episode else 0,
-            events=sum(call.kind == "event" for call in r.team.calls),
-            seconds=r.seconds,
-        )
-        for r in episodes
-    ]
-    return BenchmarkResult(
-        correct=correct.reshape(len(tasks), samples),
-        costs=[costs[i : i + samples] for i in range(0, len(costs), samples)],
-        failed=sum(r.failure is not None for r in episodes),
-    )
-
-
-def evaluate_recipe(
-    recipe: Recipe, workflow: Workflow | None = None, reward: Callable[..., Any] | None = None
-) -> dict[str, BenchmarkResult]:
-    """Evaluates the recipe's model without training it."""
-    parts = build_parts(recipe, workflow=workflow, reward=reward, train=False)
-    with RunProgress(0, 0, None) as progress:
-        return evaluate(parts, progress)
-
-
 def past_grad_norms(folder: Any) -> list[float]:
     """The gradient norms of a resumed run's last steps, for the coefficient of variation."""
     try:
@@ -282,31 +159,7 @@ def past_grad_norms(folder: Any) -> list[float]:
 def _evaluate_and_keep(parts: Parts, step: int, progress: RunProgress) -> dict[str, float]:
     results = evaluate(parts, progress)
     write_verdicts(parts.recipe.run_dir, step, {n: r.correct for n, r in results.items()})
-    return _evaluation_metrics(results)
-
-
-def _evaluation_metrics(results: Mapping[str, BenchmarkResult]) -> dict[str, float]:
-    metrics = {}
-    for name, result in results.items():
-        metrics |= {
-            f"eval/{name}/avg": result.avg,
-            f"eval/{name}/pass": result.passed,
-            f"eval/{name}/failed": float(result.failed),
-            f"eval/{name}/tokens": result.cost.c_tok,
-        }
-    metrics["eval/macro/avg"] = macro([r.avg for r in results.values()])
-    metrics["eval/macro/pass"] = macro([r.passed for r in results.values()])
-    return metrics
-
-
-def _check_failures(results: Sequence[EpisodeResult], limit: float) -> None:
-    failed = [r for r in results if r.failure is not None]
-    if len(failed) > limit * len(results):
-        first = failed[0]
-        raise TrainingFailed(
-            f"{len(failed)} of {len(results)} episodes failed (rollout.max_failed_fraction is "
-            f"{limit:g}); the first, {first.plan.id}: {first.failure}: {first.detail}"
-        )
+    return evaluation_metrics(results)
 
 
 class _StopRequest:

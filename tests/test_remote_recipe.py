@@ -19,7 +19,7 @@ from models.convert import load_hf
 from models.qwen import split_params
 from models.tiny import tiny_config
 from models.tokenizer import ChatTokenizer
-from srpo_jax import completion_server, run_parts, trainer
+from srpo_jax import completion_server, run_evaluation, run_parts
 from srpo_jax.completion_server import CompletionServer
 from srpo_jax.engine import Engine
 from srpo_jax.engine.layout import fewest_devices
@@ -84,16 +84,16 @@ class TestEvaluation:
         self, folder, server, bare, monkeypatch
     ):
         seen = []
-        summary = trainer.benchmark_result
+        summary = run_evaluation.benchmark_result
 
         def keep(tasks, episodes, samples):
             seen.append(episodes)
             return summary(tasks, episodes, samples)
 
-        monkeypatch.setattr(trainer, "benchmark_result", keep)
-        local = trainer.evaluate_recipe(tiny_recipe(folder, "learner.mesh.data=1"))["sums"]
+        monkeypatch.setattr(run_evaluation, "benchmark_result", keep)
+        local = run_evaluation.evaluate_recipe(tiny_recipe(folder, "learner.mesh.data=1"))["sums"]
         recipe = tiny_recipe(folder, f"model.path={bare}", remote(server))
-        there = trainer.evaluate_recipe(recipe)["sums"]
+        there = run_evaluation.evaluate_recipe(recipe)["sums"]
         assert (there.correct == local.correct).all() and there.failed == local.failed == 0
         assert [len(episodes) for episodes in seen] == [EVAL_EPISODES, EVAL_EPISODES]
         for mine, its in zip(*seen, strict=True):

@@ -20,6 +20,8 @@ from srpo_jax import run_parts, trainer
 from srpo_jax.batch import build_batch
 from srpo_jax.events import split_complete
 from srpo_jax.metrics import episode_steps, read_episodes, read_metrics
+from srpo_jax.minibatches import apply_truncation, split_minibatches
+from srpo_jax.run_evaluation import TrainingFailed, evaluate_recipe
 from srpo_jax.step_metrics import row_metrics
 from srpo_jax.yaml_reading import RecipeError
 from tests.learner_cases import advantages_of, bit_equal, events_of, one_device
@@ -61,14 +63,14 @@ def test_truncation_policies():
         malformed, members=tuple(replace(m, well_formed=False) for m in malformed.members)
     )
     events = [whole, half, malformed]
-    assert trainer.apply_truncation(events, "keep") == events
+    assert apply_truncation(events, "keep") == events
 
-    kept, penalised, same = trainer.apply_truncation(events, "penalise")
+    kept, penalised, same = apply_truncation(events, "penalise")
     assert kept is whole and same is malformed
     assert [m.well_formed for m in penalised.members] == [False, True, False]
     assert [m.response_ids for m in penalised.members] == [m.response_ids for m in half.members]
 
-    complete, dropped = split_complete(trainer.apply_truncation(events, "drop_event"))
+    complete, dropped = split_complete(apply_truncation(events, "drop_event"))
     assert complete == [whole, malformed]
     assert [(e.id, e.expected, len(e.members)) for e in dropped] == [(half.id, 3, 1)]
     assert len(half.members) == 3  # the records handed in are not changed
@@ -89,7 +91,7 @@ def test_minibatches_hold_every_event_once_and_whole(tmp_path, updates):
     recipe = tiny_recipe(tmp_path, f"learner.updates_per_batch={updates}")
     events = events_of((3, 1, 2, 1, 4, 2, 2), seed=4)
     advantages = advantages_of(events)
-    batches = trainer.split_minibatches(recipe, 5, events, advantages)
+    batches = split_minibatches(recipe, 5, events, advantages)
     assert len(batches) == updates
     assert max(b.num_events for b in batches) - min(b.num_events for b in batches) <= 1
     found = [rows for batch in batches for rows in rows_of(batch)]
@@ -102,7 +104,7 @@ def test_minibatches_hold_every_event_once_and_whole(tmp_path, updates):
 
     def order(step, seed=3):
         own = recipe.model_copy(update={"seed": seed})
-        made = trainer.split_minibatches(own, step, events, advantages)
+        made = split_minibatches(own, step, events, advantages)
         return [rows for batch in made for rows in rows_of(batch)]
 
     assert order(5) == found
@@ -113,15 +115,15 @@ def test_minibatches_hold_every_event_once_and_whole(tmp_path, updates):
 def test_fewer_events_than_updates_and_none(tmp_path):
     recipe = tiny_recipe(tmp_path, "learner.updates_per_batch=4")
     events = events_of((2, 1))
-    batches = trainer.split_minibatches(recipe, 0, events, advantages_of(events))
+    batches = split_minibatches(recipe, 0, events, advantages_of(events))
     assert [b.num_events for b in batches] == [1, 1]
-    assert trainer.split_minibatches(recipe, 0, [], []) == []
+    assert split_minibatches(recipe, 0, [], []) == []
 
 
 def test_dropped_rows_are_counted_under_their_reason():
     events = events_of((2, 3, 2))
     cut = [events[0], cut_event(events[1], 0), events[2]]
-    complete, _ = split_complete(trainer.apply_truncation(cut, "drop_event"))
+    complete, _ = split_complete(apply_truncation(cut, "drop_event"))
     team = SimpleNamespace(
         members={i: None for i in range(8)},
         calls=[SimpleNamespace(kind="draft", outputs=(1,)), SimpleNamespace(kind="event")],
@@ -278,7 +280,7 @@ def test_a_users_workflow_and_reward_are_passed_in_python(tmp_path):
 
 
 def test_evaluation_alone_uses_the_built_in_grader(tmp_path):
-    (name, result), *more = trainer.evaluate_recipe(tiny_recipe(tmp_path)).items()
+    (name, result), *more = evaluate_recipe(tiny_recipe(tmp_path)).items()
     assert (name, more) == ("sums", [])
     assert result.correct.shape == (2, 2) and result.failed == 0
     assert not (tmp_path / "run").exists()
@@ -315,7 +317,7 @@ def test_too_many_failed_episodes_end_the_run_and_it_can_go_on(tmp_path, monkeyp
             raise RuntimeError("the reward server is gone")
         return noisy_reward(task, outcome)
 
-    with pytest.raises(trainer.TrainingFailed) as caught:
+    with pytest.raises(TrainingFailed) as caught:
         run(recipe, reward=broken)
     message = str(caught.value)
     assert message.startswith("6 of 6 episodes failed (rollout.max_failed_fraction is 0.5)")
@@ -442,7 +444,7 @@ def test_rows_never_exceed_the_prompt_and_response_limits(tmp_path):
     recipe = tiny_recipe(tmp_path)
     limit = recipe.rollout.prompt_tokens + recipe.rollout.response_tokens
     events = events_of((2, 2), longest=(60, 41))
-    for batch in trainer.split_minibatches(recipe, 0, events, advantages_of(events)):
+    for batch in split_minibatches(recipe, 0, events, advantages_of(events)):
         assert batch.tokens.shape[2] <= limit
     long = replace(
         events[0].members[0], prompt_ids=[0] * limit, response_ids=[0], logps=np.zeros(1)

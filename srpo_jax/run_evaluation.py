@@ -1,0 +1,101 @@
+"""Evaluates a run's policy on the benchmarks of its recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from envs.workflow import Task, Workflow
+from srpo_jax.config import Recipe
+from srpo_jax.evaluation import BenchmarkResult, EpisodeCost, macro
+from srpo_jax.progress import RunProgress
+from srpo_jax.rollout import EpisodePlan, EpisodeResult
+from srpo_jax.run_parts import Parts, build_parts
+
+
+class TrainingFailed(RuntimeError):
+    """A run or evaluation that cannot go on; one clear line. The last checkpoint is kept."""
+
+    exit_code = 1
+
+
+def evaluate(parts: Parts, progress: RunProgress | None = None) -> dict[str, BenchmarkResult]:
+    """Every benchmark of the recipe, sampled with keys that depend on the evaluation seed alone.
+
+    Raises TrainingFailed where a server fails more than rollout.max_failed_fraction of a benchmark.
+    """
+    config = parts.recipe.evaluation
+    progress = progress or RunProgress(0, 0, None)
+    results = {}
+    for index, (name, tasks) in enumerate(parts.benchmarks.items()):
+        chosen = tasks[: config.tasks] if config.tasks else tasks
+        plans = [
+            EpisodePlan(task, (config.seed, 1, index), slot, sample)
+            for slot, task in enumerate(chosen)
+            for sample in range(config.samples)
+        ]
+        with progress.phase(f"evaluate {name}", len(plans)) as advance:
+            episodes = parts.rollout.run(plans, parts.eval_sampling, lambda _: advance())
+        if parts.recipe.rollout.remote:  # what a server fails says nothing about the model
+            check_failures(episodes, parts.recipe.rollout.max_failed_fraction)
+        results[name] = benchmark_result(chosen, episodes, config.samples)
+    return results
+
+
+def benchmark_result(
+    tasks: Sequence[Task], episodes: Sequence[EpisodeResult], samples: int
+) -> BenchmarkResult:
+    """[tasks, samples] verdicts and costs; a failed episode counts as wrong, and as failed."""
+    correct = np.array([bool(r.episode and r.episode.correct) for r in episodes])
+    costs = [
+        EpisodeCost(
+            tokens=sum(len(m.response_ids) for m in r.team.members.values()),
+            calls=len(r.team.members),
+            tools=int(r.episode.cost["tools"]) if r.episode else 0,
+            events=sum(call.kind == "event" for call in r.team.calls),
+            seconds=r.seconds,
+        )
+        for r in episodes
+    ]
+    return BenchmarkResult(
+        correct=correct.reshape(len(tasks), samples),
+        costs=[costs[i : i + samples] for i in range(0, len(costs), samples)],
+        failed=sum(r.failure is not None for r in episodes),
+    )
+
+
+def evaluate_recipe(
+    recipe: Recipe, workflow: Workflow | None = None, reward: Callable[..., Any] | None = None
+) -> dict[str, BenchmarkResult]:
+    """Evaluates the recipe's model without training it."""
+    parts = build_parts(recipe, workflow=workflow, reward=reward, train=False)
+    with RunProgress(0, 0, None) as progress:
+        return evaluate(parts, progress)
+
+
+def evaluation_metrics(results: Mapping[str, BenchmarkResult]) -> dict[str, float]:
+    """The figures of an evaluation as metrics of its step."""
+    metrics = {}
+    for name, result in results.items():
+        metrics |= {
+            f"eval/{name}/avg": result.avg,
+            f"eval/{name}/pass": result.passed,
+            f"eval/{name}/failed": float(result.failed),
+            f"eval/{name}/tokens": result.cost.c_tok,
+        }
+    metrics["eval/macro/avg"] = macro([r.avg for r in results.values()])
+    metrics["eval/macro/pass"] = macro([r.passed for r in results.values()])
+    return metrics
+
+
+def check_failures(results: Sequence[EpisodeResult], limit: float) -> None:
+    """Raises TrainingFailed where more than ``limit`` of the episodes failed."""
+    failed = [r for r in results if r.failure is not None]
+    if len(failed) > limit * len(results):
+        first = failed[0]
+        raise TrainingFailed(
+            f"{len(failed)} of {len(results)} episodes failed (rollout.max_failed_fraction is "
+            f"{limit:g}); the first, {first.plan.id}: {first.failure}: {first.detail}"
+        )
