@@ -14,12 +14,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from envs.math.instructions import without_instructions
 from envs.math.parsing import last_boxed, parse_final, parse_route, parse_verdict
 from envs.math.prompts import MathState, Turn
 from envs.math.tasks import TaskError, math_tasks, read_tasks
 from envs.math.teacher import reply, work_out
 from envs.math.workflow import MathWorkflow
 from envs.workflow import ScriptedTeam, Task
+from tests.linear_time import assert_linear
 
 ROOT = Path(__file__).parents[1]
 
@@ -155,6 +157,80 @@ def test_column_variants(tmp_path):
         ("aime/5", "R.", "2.5"),
     ]
     assert {t.source for t in read_tasks(tmp_path / "aime.jsonl", source="AIME24")} == {"AIME24"}
+
+
+STEPS = r"Let's think step by step and output the final answer within \boxed{}."
+DAPO = (
+    "Solve the following math problem step by step. The last line of your response should be of "
+    "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem."
+)
+THIRD = "A third of $6y-3$ is $y+5$. What is the value of $y$?"
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        f"{THIRD} {STEPS}",
+        f"{THIRD}\n{STEPS}",
+        f"{THIRD}\n\n{STEPS}\n",
+        f"{THIRD} {STEPS} ?",
+        f"{THIRD} {STEPS[:-1]} ?",
+        f"{STEPS} {THIRD}",
+        f'{DAPO}\n\n{THIRD}\n\nRemember to put your answer on its own line after "Answer:".',
+        f'{THIRD} Let’s think step by step and output the final answer after "####".',
+        f"{THIRD}\nPlease reason step by step, and put your final answer within \\boxed{{}}.",
+        f"{THIRD} (Put your answer inside \\boxed{{}}.)",
+        f"Return your final response within \\boxed{{}}. {THIRD}",
+        f"{THIRD} Present the answer in LaTex format: \\boxed{{Your answer}}",
+    ],
+)
+def test_an_instruction_is_dropped_wherever_it_stands(prompt, tmp_path):
+    row = {"prompt": [{"role": "user", "content": prompt}], "answer": "6"}
+    (task,) = read_tasks(write_jsonl(tmp_path / "a.jsonl", row))
+    assert task.prompt == THIRD
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        THIRD,
+        "Solve $x^2=4$",  # no full stop
+        "Find all $x$ with\n\\[x^2 = 4.\\]\nGive them in order, separated by commas.",
+        "Let $f(x) = 3x$. What is $f(2.5)$ \\\\",
+        "What is the mean? (Show your work!)",
+        'How many ways? [asy]\nlabel("$O$",(0,0),N);\n[/asy]',
+        "Dots. Then more... And is it over?!",
+    ],
+)
+def test_a_problem_before_an_instruction_stays_whole(problem, tmp_path):
+    rows = [{"problem": problem + gap + STEPS, "answer": "1"} for gap in (" ", "\n", "  \n\n")]
+    path = write_jsonl(tmp_path / "a.jsonl", *rows)
+    assert {task.prompt for task in read_tasks(path)} == {problem}
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        r"Give the probability as a fraction in \boxed{}.",
+        r"Put +, - or 7 into $3 \boxed{} 4 = 21$.",
+        r"Write your answer to two decimal places inside \boxed{}.",
+        "Let's say Tom climbs 12 stairs step by step.",
+        "Solve the equation step by step.\nx + 2 = 5",
+        "Find $x$, and put the final answer in \\boxed{}.",
+        "Which number, put into the boxed field, makes 3 + ? = 7 right?",
+        STEPS,  # nothing would be left
+        f"{DAPO}\n{STEPS}",
+    ],
+)
+def test_a_sentence_that_says_more_than_how_to_answer_is_the_problems(problem, tmp_path):
+    (task,) = read_tasks(write_jsonl(tmp_path / "a.jsonl", {"problem": problem, "answer": "1"}))
+    assert task.prompt == problem
+
+
+def test_looking_for_instructions_takes_linear_time():
+    units = ("word ", "Please \\boxed{} ", "Let's think ", "a. ", "? ", "(", "\n", "\\boxed{", "x")
+    assert_linear(without_instructions, *units, around="{} x step by step")
+    assert_linear(without_instructions, "Please ", "(", " ", around="step by step {}")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import difflib
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 
+from envs.math.instructions import without_instructions
 from envs.stored_tasks import store
 from envs.task_rows import TaskError, first, read_rows
 from envs.workflow import Task
@@ -191,18 +191,15 @@ def _block(name: str, settings: Mapping[str, Any], seed: int) -> Iterator[dict[s
 
 # ---- files --------------------------------------------------------------------------------------
 
-_SUFFIX = re.compile(
-    r"\s*(?:Please|Let's|Let us)?[^\n.]*\bstep by step\b[^\n]*\\boxed\{[^\n]*$", re.IGNORECASE
-)
-
 
 def read_tasks(path: str | os.PathLike, *, source: str | None = None) -> list[Task]:
     r"""Tasks of a ``.jsonl`` or ``.parquet`` file.
 
     Problem: ``env_kwargs.question``, else the last user turn of ``prompt`` (or ``prompt`` as plain
-    text), else ``problem`` or ``question``; a closing "step by step ... \boxed{}" instruction is
-    dropped, because the roles' prompts give their own. Gold: ``env_kwargs.ground_truth``, else
-    ``reward_model.ground_truth``, else ``answer``: text, a number, or a list of accepted ones.
+    text), else ``problem`` or ``question``; sentences such as "Let's think step by step and output
+    the final answer within \boxed{}." are dropped, because the roles' prompts give their own. Gold:
+    ``env_kwargs.ground_truth``, else ``reward_model.ground_truth``, else ``answer``: text, a
+    number, or a list of accepted ones.
     Source: ``source``, else ``data_source``, else the file's name. Raises TaskError with file and
     line (Parquet: row, from 1).
     """
@@ -250,10 +247,9 @@ def _problem(prompt: Any, where: str) -> str:
         prompt = users[-1].get("content") if users else None
         if not isinstance(prompt, str):
             raise TaskError(f"{where}: prompt: need text or turns with a user's text")
-    stripped = _SUFFIX.sub("", prompt).strip()
-    if not stripped:
+    if not prompt.strip():
         raise TaskError(f"{where}: the problem is empty")
-    return stripped
+    return without_instructions(prompt)
 
 
 def _gold(gold: Any, where: str) -> str | tuple[str, ...]:
