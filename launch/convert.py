@@ -66,14 +66,13 @@ def find_training_checkpoint(source: Path) -> tuple[Path | None, Path]:
 
 def _starting_point(run: Path):
     """The checkpoint folder that a run started from, and its architecture."""
-    from models.checkpoint_files import read_json
-    from models.config import ModelConfig
+    from models.checkpoint_files import read_config
     from models.hub import resolve_checkpoint
     from srpo_jax.yaml_reading import read_yaml
 
     model = read_yaml(run / "recipe.yaml")["model"]
     folder = resolve_checkpoint(model["path"], revision=model["revision"])
-    return folder, ModelConfig.from_hf(read_json(folder / "config.json"))
+    return folder, read_config(folder)
 
 
 if __name__ == "__main__":

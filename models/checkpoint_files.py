@@ -17,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from models.config import CheckpointError
+from models.config import CheckpointError, ModelConfig
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -27,6 +27,15 @@ FLOAT_DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how a file begins that was not fetched
+
+# Files that travel beside the weights: the tokenizer, its template and the generation defaults.
+SIDE_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+    "generation_config.json",
+)  # fmt: skip
+GGUF = "a GGUF file, which is not read here: a folder with config.json and safetensors is due"
 
 logger = logging.getLogger(__name__)
 
@@ -62,21 +71,72 @@ class TensorToWrite:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def check_file(path: Path) -> None:
+    """Opens a file of a checkpoint and looks at its first bytes.
+
+    Raises:
+      CheckpointError: there is no such file (or only a link to none), it is a folder or may not be
+        read, or it is the git-lfs pointer to a file that was never fetched.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_LFS_POINTER))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {why_unreadable(path, error)}") from None
+    if start == _LFS_POINTER:
+        raise CheckpointError(f"{path}: a git-lfs pointer, not the file itself (git lfs pull)")
+
+
+def why_unreadable(path: Path, error: OSError) -> str:
+    """What keeps a path from being read, in words."""
+    if isinstance(error, FileNotFoundError):
+        if path.is_symlink():
+            return f"a link to {os.readlink(path)}, which does not exist"
+        return "file not found"
+    return error.strerror or type(error).__name__
+
+
+def read_text(path: Path) -> str:
+    """The text of a file. Raises CheckpointError where it cannot be read, see ``check_file``."""
+    check_file(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: not UTF-8 text ({error.reason} at {error.start})") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
     Raises:
-      CheckpointError: the file is missing or does not hold a JSON object.
+      CheckpointError: the file cannot be read (see ``check_file``) or holds no JSON object.
     """
+    text = read_text(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: file not found") from None
-    except ValueError as error:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object")
     return value
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The architecture that a folder's ``config.json`` declares.
+
+    Raises:
+      CheckpointError: no such file, or one that declares what cannot be loaded.
+    """
+    path = folder / "config.json"
+    if not os.path.lexists(path) and (files := sorted(folder.glob("*.gguf"))):
+        raise CheckpointError(f"{files[0]}: {GGUF}")
+    content = read_json(path)
+    if content.get("quantization_config"):
+        raise CheckpointError(f"{folder}: quantised checkpoints are not supported")
+    try:
+        return ModelConfig.from_hf(content)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 def list_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -90,8 +150,8 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
         disagree about, or a damaged file.
     """
     present = {path.name for path in folder.glob("*.safetensors")}
-    if (folder / INDEX_NAME).exists():
-        tensors = _list_indexed(folder, present)
+    if os.path.lexists(folder / INDEX_NAME):
+        tensors = _list_indexed(folder)
     elif SINGLE_NAME in present:
         tensors = read_header(folder / SINGLE_NAME)
     elif present:
@@ -108,12 +168,16 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _list_indexed(folder: Path, present: set[str]) -> dict[str, StoredTensor]:
+def _list_indexed(folder: Path) -> dict[str, StoredTensor]:
     weight_map = read_json(folder / INDEX_NAME).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder / INDEX_NAME}: weight_map missing or empty")
-    shards = sorted({str(file) for file in weight_map.values()})
-    missing = [file for file in shards if file not in present]
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{folder / INDEX_NAME}: {file!r} is no name of a shard")
+    shards = sorted(set(weight_map.values()))
+    # Through links: the cache's snapshots link to files that may be gone.
+    missing = [file for file in shards if not os.path.exists(folder / file)]
     if missing:
         raise CheckpointError(f"{folder}: missing shards named by the index: {', '.join(missing)}")
     tensors: dict[str, StoredTensor] = {}
@@ -134,6 +198,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
       CheckpointError: the header is damaged, a tensor's dtype is not a float that can be read, its
         byte count does not fit its shape, or the file ends before the tensor does.
     """
+    check_file(path)
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -142,16 +207,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
-            entries = [
-                (
-                    str(name),
-                    str(entry["dtype"]),
-                    tuple(map(int, entry["shape"])),
-                    *map(int, entry["data_offsets"]),
-                )
-                for name, entry in header.items()
-            ]
-        except (ValueError, KeyError, TypeError, AttributeError):
+            entries = [_entry(name, entry) for name, entry in header.items()]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise CheckpointError(f"{path}: not a safetensors file (bad header)") from None
     tensors = {}
     for name, dtype_name, shape, begin, end in entries:
@@ -162,7 +219,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 f"not one of {', '.join(FLOAT_DTYPES)}"
             )
         expected = math.prod(shape) * dtype.itemsize
-        if begin < 0 or end - begin != expected:
+        if end - begin != expected:
             raise CheckpointError(
                 f"{path}: tensor {name} of shape {list(shape)} needs {expected} bytes, "
                 f"its entry has {end - begin}"
@@ -171,6 +228,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             raise CheckpointError(f"{path}: truncated, tensor {name} ends after the file does")
         tensors[name] = StoredTensor(name, path, dtype, shape, 8 + length + begin)
     return tensors
+
+
+def _entry(name: str, entry: Mapping[str, Any]) -> tuple[str, str, tuple[int, ...], int, int]:
+    """A header's entry as name, dtype, shape, first and last byte; ValueError if it is none."""
+    begin, end = entry["data_offsets"]
+    counts = [*entry["shape"], begin, end]
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise ValueError("whole numbers from 0 on are due")
+    return name, str(entry["dtype"]), tuple(counts[:-2]), begin, end
 
 
 def write_tensors(folder: Path, tensors: list[TensorToWrite], max_shard_bytes: int) -> None:

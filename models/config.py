@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,10 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
 }
+
+
+# No published decoder comes near these; what exceeds them would only fill the memory.
+MAX_LAYERS, MAX_SIZE, MAX_POSITIONS = 4096, 2**24, 2**31
 
 
 class CheckpointError(ValueError):
@@ -70,35 +76,41 @@ class ModelConfig:
             in particular has no default.
         """
         model_type = config.get("model_type")
-        if model_type not in ARCHITECTURES:
+        if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
             raise CheckpointError(_unknown_model_type(model_type))
-        _refuse_variants(config, model_type)
-        num_heads = _required(config, "num_attention_heads")
-        hidden_size = _required(config, "hidden_size")
-        head_dim = config.get("head_dim")
-        if head_dim is None:
-            if model_type == "qwen3":
-                raise CheckpointError("config.json: head_dim missing (Qwen3 does not derive it)")
+        num_layers = _size(config, "num_hidden_layers", MAX_LAYERS)
+        _refuse_variants(config, model_type, num_layers)
+        num_heads = _size(config, "num_attention_heads")
+        hidden_size = _size(config, "hidden_size")
+        if config.get("head_dim") is not None:
+            head_dim = _size(config, "head_dim")
+        elif model_type == "qwen3":
+            raise CheckpointError("head_dim missing (Qwen3 does not derive it)")
+        elif hidden_size % num_heads:
+            raise CheckpointError(
+                f"hidden_size ({hidden_size}) is not a multiple of num_attention_heads "
+                f"({num_heads}), and head_dim is not given"
+            )
+        else:
             head_dim = hidden_size // num_heads
-        num_kv_heads = config.get("num_key_value_heads")
-        if num_kv_heads is None:
-            if model_type != "llama":
-                raise CheckpointError("config.json: num_key_value_heads missing")
+        if model_type == "llama" and config.get("num_key_value_heads") is None:
             num_kv_heads = num_heads
+        else:
+            num_kv_heads = _size(config, "num_key_value_heads")
         return cls(
-            vocab_size=_required(config, "vocab_size"),
+            vocab_size=_size(config, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_required(config, "intermediate_size"),
-            num_layers=_required(config, "num_hidden_layers"),
+            intermediate_size=_size(config, "intermediate_size"),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             rope_theta=_rope_theta(config),
-            rms_norm_eps=float(_required(config, "rms_norm_eps")),
-            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            rms_norm_eps=_positive(_required(config, "rms_norm_eps"), "rms_norm_eps"),
+            tie_embeddings=_switch(config, "tie_word_embeddings"),
             qkv_bias=model_type == "qwen2",
             qk_norm=model_type == "qwen3",
-            max_position=_required(config, "max_position_embeddings"),
+            max_position=_size(config, "max_position_embeddings", MAX_POSITIONS),
             model_type=model_type,
         )
 
@@ -131,42 +143,78 @@ class ModelConfig:
 def _required(config: Mapping[str, Any], key: str) -> Any:
     value = config.get(key)
     if value is None:
-        raise CheckpointError(f"config.json: {key} missing")
+        raise CheckpointError(f"{key} missing")
     return value
 
 
+def _size(config: Mapping[str, Any], key: str, largest: int = MAX_SIZE) -> int:
+    value = _required(config, key)
+    if type(value) is not int or not 1 <= value <= largest:
+        shown = reprlib.repr(value)
+        raise CheckpointError(f"{key}: a whole number from 1 to {largest} is due, got {shown}")
+    return value
+
+
+def _positive(value: Any, name: str) -> float:
+    if type(value) in (int, float) and 0 < value < math.inf:
+        try:
+            return float(value)
+        except OverflowError:  # a whole number of more than 308 digits
+            pass
+    raise CheckpointError(f"{name}: a positive number is due, got {reprlib.repr(value)}")
+
+
+def _switch(config: Mapping[str, Any], key: str) -> bool:
+    value = config.get(key)
+    if value is not None and type(value) is not bool:
+        raise CheckpointError(f"{key}: true or false is due, got {reprlib.repr(value)}")
+    return bool(value)
+
+
+def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise CheckpointError(f"{key}: an object is due, got {reprlib.repr(value)}")
+    return value or {}
+
+
 def _unknown_model_type(model_type: Any) -> str:
-    near = difflib.get_close_matches(str(model_type), ARCHITECTURES, n=1)
+    near = difflib.get_close_matches(str(model_type)[:40], ARCHITECTURES, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return f"config.json: model_type {model_type!r} is not one of {', '.join(ARCHITECTURES)}{hint}"
+    return f"model_type {reprlib.repr(model_type)} is not one of {', '.join(ARCHITECTURES)}{hint}"
 
 
-def _refuse_variants(config: Mapping[str, Any], model_type: str) -> None:
+def _refuse_variants(config: Mapping[str, Any], model_type: str, num_layers: int) -> None:
     """Raises on options that would change the computation and are not implemented."""
-    if config.get("use_sliding_window"):
-        raise CheckpointError("config.json: use_sliding_window is not supported")
-    other_layers = set(config.get("layer_types") or ()) - {"full_attention"}
-    if other_layers:
-        raise CheckpointError(f"config.json: layer_types {sorted(other_layers)} not supported")
+    if _switch(config, "use_sliding_window"):
+        # transformers lets the layers from max_window_layers on slide: here none may be left.
+        whole = config.get("max_window_layers")
+        if type(whole) is not int or whole < num_layers:
+            raise CheckpointError("use_sliding_window is not supported")
+    layer_types = config.get("layer_types")
+    if layer_types is not None and not isinstance(layer_types, list):
+        raise CheckpointError(f"layer_types: a list is due, got {reprlib.repr(layer_types)}")
+    for kind in layer_types or ():
+        if kind != "full_attention":
+            raise CheckpointError(f"layer_types: {reprlib.repr(kind)} is not supported")
     if config.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"config.json: hidden_act {config['hidden_act']!r} is not silu")
+        raise CheckpointError(f"hidden_act {reprlib.repr(config['hidden_act'])} is not silu")
     for key in ("attention_bias", "mlp_bias"):
-        if model_type != "qwen2" and config.get(key):
-            raise CheckpointError(f"config.json: {key} of {model_type} is not supported")
+        if model_type != "qwen2" and _switch(config, key):
+            raise CheckpointError(f"{key} of {model_type} is not supported")
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
     """The rotary base, wherever the config keeps it; refuses every scaled rotary embedding."""
-    nested = config.get("rope_parameters") or {}
     for name in ("rope_parameters", "rope_scaling"):
-        options = config.get(name) or {}
+        options = _section(config, name)
         rope_type = options.get("rope_type", options.get("type", "default"))
         if rope_type != "default":
-            raise CheckpointError(f"config.json: {name} of type {rope_type!r} is not supported")
-    places = [config.get("rope_theta"), nested.get("rope_theta")]
-    values = {float(value) for value in places if value is not None}
+            raise CheckpointError(f"{name} of type {reprlib.repr(rope_type)} is not supported")
+    places = [config.get("rope_theta"), _section(config, "rope_parameters").get("rope_theta")]
+    values = {_positive(value, "rope_theta") for value in places if value is not None}
     if not values:
-        raise CheckpointError("config.json: rope_theta missing")
+        raise CheckpointError("rope_theta missing")
     if len(values) > 1:
-        raise CheckpointError(f"config.json: rope_theta contradicts itself: {sorted(values)}")
+        raise CheckpointError(f"rope_theta contradicts itself: {sorted(values)}")
     return values.pop()

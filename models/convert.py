@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,9 +24,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.checkpoint_files import (
     FLOAT_DTYPES,
+    SIDE_FILES,
     StoredTensor,
     TensorToWrite,
+    check_file,
     list_tensors,
+    read_config,
     read_json,
     write_json,
     write_tensors,
@@ -37,12 +41,6 @@ from models.qwen import Qwen
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-# Files that travel beside the weights: the tokenizer, its template and the generation defaults.
-SIDE_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
-    "generation_config.json",
-)  # fmt: skip
 # Fields of config.json that describe the text side and are carried over unchanged.
 TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -101,11 +99,7 @@ def load_config(
 
     Raises CheckpointError: no such checkpoint, or one of another family.
     """
-    folder = resolve_checkpoint(path_or_hub_name, revision=revision, weights=weights)
-    hf_config = read_json(folder / "config.json")
-    if hf_config.get("quantization_config"):
-        raise CheckpointError(f"{folder}: quantised checkpoints are not supported")
-    return ModelConfig.from_hf(hf_config)
+    return read_config(resolve_checkpoint(path_or_hub_name, revision=revision, weights=weights))
 
 
 def load_hf(
@@ -215,16 +209,21 @@ def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
         checkpoint.
     """
     target = Path(path)
-    empty = not target.exists() or (target.is_dir() and not any(target.iterdir()))
-    if not empty and not (overwrite and (target / "config.json").is_file()):
-        kind = "a checkpoint" if overwrite else "an empty folder"
-        raise CheckpointError(f"{target}: exists and is not {kind}")
-    partial = target.with_name(target.name + ".partial")
-    replaced = target.with_name(target.name + ".replaced")
-    for leftover in (partial, replaced):
-        if leftover.exists():
-            shutil.rmtree(leftover)
-    partial.mkdir(parents=True)
+    if target.name in ("", ".."):
+        target = target.resolve()
+    try:
+        empty = not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir()))
+        if not empty and not (overwrite and (target / "config.json").is_file()):
+            kind = "a checkpoint" if overwrite else "an empty folder"
+            raise CheckpointError(f"{target}: exists and is not {kind}")
+        partial = target.with_name(target.name + ".partial")
+        replaced = target.with_name(target.name + ".replaced")
+        for leftover in (partial, replaced):
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+        partial.mkdir(parents=True)
+    except OSError as error:  # no permission, or a file where a folder is due
+        raise CheckpointError(f"{target}: cannot be written: {error.strerror}") from None
     try:
         yield partial
         if not empty:
@@ -238,10 +237,15 @@ def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def copy_side_files(source: str | Path, target: Path) -> None:
-    """Copies the tokenizer, chat template and generation config that ``source`` has."""
+    """Copies the tokenizer, chat template and generation config that ``source`` has.
+
+    Raises CheckpointError for one of them that cannot be read.
+    """
     for name in SIDE_FILES:
-        if (Path(source) / name).is_file():
-            shutil.copyfile(Path(source) / name, target / name)
+        path = Path(source) / name
+        if os.path.lexists(path):
+            check_file(path)
+            shutil.copyfile(path, target / name)
 
 
 def abstract_model(config: ModelConfig) -> tuple[Any, dict[Path_, Any]]:

