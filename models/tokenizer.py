@@ -7,21 +7,32 @@ and encoded again.
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
+import reprlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
-from models.checkpoint_files import read_json
+from models.checkpoint_files import SIDE_FILES, check_file, read_json, read_text
 from models.config import CheckpointError
 from models.hub import resolve_checkpoint
 
 # Stand-ins for message contents when the template's own parts are wanted (private-use characters).
 _SYSTEM_MARK = "\ue000system\ue001"
 _USER_MARK = "\ue000user\ue001"
+_MARKS = f"{_SYSTEM_MARK}|{_USER_MARK}"
+TOKENIZER = "tokenizer.json"
 _OTHER_FILES = ("vocab.json", "tokenizer.model")  # of checkpoints without a tokenizer.json
+
+logger = logging.getLogger(__name__)
+# What transformers says at its import to those who want its models; nothing here does.
+logging.getLogger("transformers").addFilter(
+    lambda record: not record.getMessage().startswith("PyTorch was not found")
+)
 
 
 class ChatTokenizer:
@@ -34,6 +45,9 @@ class ChatTokenizer:
       stop_ids: sorted union of the end ids that the tokenizer, ``config.json`` and
         ``generation_config.json`` declare.
       has_thinking_switch: whether the template reads ``enable_thinking``.
+
+    A template that takes no system message gets the system text in the user's turn, before the
+    user's own text and a blank line; loading says so.
     """
 
     def __init__(self, path_or_hub_name: str | Path, *, revision: str | None = None):
@@ -41,39 +55,32 @@ class ChatTokenizer:
 
         Raises:
           CheckpointError: there is no such checkpoint, or its tokenizer cannot be loaded, has no
-            chat template, or declares no end id.
+            chat template or one that does not take a user's message, or declares no end id.
         """
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
         folder = self.folder = resolve_checkpoint(
             path_or_hub_name, revision=revision, weights=False
         )
-        # AutoTokenizer may rebuild a tokenizer by model type and then disagree with tokenizer.json.
-        as_stored = (folder / "tokenizer.json").is_file()
-        if not as_stored and not any((folder / name).is_file() for name in _OTHER_FILES):
-            raise CheckpointError(f"{folder}: no tokenizer.json")
-        loader = PreTrainedTokenizerFast if as_stored else AutoTokenizer
-        try:
-            self._hf = loader.from_pretrained(folder, trust_remote_code=False)
-            backend = self._hf.backend_tokenizer
-        except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise CheckpointError(f"{folder}: cannot load the tokenizer: {reason}") from None
-        if not self._hf.chat_template:
-            raise CheckpointError(f"{folder}: the tokenizer has no chat template")
+        self._hf = _load(folder)
+        backend = self._hf.backend_tokenizer
         self.vocab_size = len(self._hf)
-        self.stop_ids = _stop_ids(folder, self._hf.eos_token_id)
-        self.has_thinking_switch = "enable_thinking" in self._hf.get_chat_template()
+        self.stop_ids = _stop_ids(folder, self._hf.eos_token_id, self.vocab_size)
+        self.has_thinking_switch = "enable_thinking" in _template(folder, self._hf)
         self._whole: Tokenizer = backend
         self._whole.no_truncation()
         self._whole.no_padding()
         self._plain = _without_added_tokens(backend)
         self._added = {i: token.content for i, token in self._hf.added_tokens_decoder.items()}
         self._added_pattern = re.compile("|".join(map(re.escape, self._added.values())) or "(?!)")
-        self._parts: dict[tuple[bool, bool], tuple[list[str], list[list[int]]]] = {}
         for token_id, content in self._added.items():
             if token_id in self.encode_text(content):
                 raise CheckpointError(f"{folder}: cannot spell {content} without its control token")
+        self._folds_system = False
+        self._parts = self._template_parts(with_system=False)
+        try:
+            self._parts |= self._template_parts(with_system=True)
+        except CheckpointError as error:
+            self._folds_system = True
+            logger.warning("%s; system text is put before the user's", error)
 
     def encode_chat(self, system: str, user: str, *, thinking: bool = False) -> list[int]:
         """Ids of a chat of one system and one user message, ending with the generation prompt.
@@ -87,9 +94,9 @@ class ChatTokenizer:
           thinking: passed as ``enable_thinking`` if the template has that switch; without thinking
             Qwen3's generation prompt holds an empty think block.
         """
-        system, user = _valid_unicode(system), _valid_unicode(user)
+        system, user = self._messages(system, user)
         rendered = self._render(system, user, thinking)
-        parts, part_ids = self._template_parts(bool(system), thinking)
+        parts, part_ids = self._parts[bool(system), thinking and self.has_thinking_switch]
         if not (self._has_added_token(system) or self._has_added_token(user)):
             ids = self._encode_with_added(rendered)
             # Added tokens could still appear across the border of a message and the template.
@@ -106,7 +113,7 @@ class ChatTokenizer:
 
     def render_chat(self, system: str, user: str, *, thinking: bool = False) -> str:
         """The text that ``encode_chat`` encodes, for reading only."""
-        return self._render(_valid_unicode(system), _valid_unicode(user), thinking)
+        return self._render(*self._messages(system, user), thinking)
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of a text, in which added-token strings are spelled out as ordinary text."""
@@ -139,27 +146,45 @@ class ChatTokenizer:
                 return piece
         return ""
 
+    def _messages(self, system: str, user: str) -> tuple[str, str]:
+        """The messages as the template takes them, in valid Unicode."""
+        system, user = _valid_unicode(system), _valid_unicode(user)
+        if system and self._folds_system:
+            return "", f"{system}\n\n{user}"
+        return system, user
+
     def _render(self, system: str, user: str, thinking: bool) -> str:
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": user})
         switch: dict[str, Any] = {"enable_thinking": thinking} if self.has_thinking_switch else {}
-        return self._hf.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **switch
-        )
+        try:
+            return self._hf.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **switch
+            )
+        except Exception as error:  # whatever the checkpoint's template raises
+            roles = " and a ".join(message["role"] for message in messages)
+            raise CheckpointError(
+                f"{self.folder}: the chat template does not take a {roles} message: "
+                f"{_first_line(error)}"
+            ) from None
 
     def _template_parts(
-        self, with_system: bool, thinking: bool
-    ) -> tuple[list[str], list[list[int]]]:
-        """The template's text before, between and after the messages, and its ids."""
-        key = with_system, thinking
-        if key not in self._parts:
-            marks = [_SYSTEM_MARK, _USER_MARK] if with_system else [_USER_MARK]
+        self, with_system: bool
+    ) -> dict[tuple[bool, bool], tuple[list[str], list[list[int]]]]:
+        """(with_system, thinking) -> the template's text before, between and after the messages,
+        and its ids. Raises CheckpointError for a template that does not show them once each."""
+        found = {}
+        marks = [_SYSTEM_MARK, _USER_MARK] if with_system else [_USER_MARK]
+        for thinking in {False, self.has_thinking_switch}:
             rendered = self._render(_SYSTEM_MARK if with_system else "", _USER_MARK, thinking)
-            parts = re.split("|".join(marks), rendered)
-            if len(parts) != len(marks) + 1:
-                raise CheckpointError("the chat template does not show each message exactly once")
-            self._parts[key] = parts, [self._encode_with_added(part) for part in parts]
-        return self._parts[key]
+            if re.findall(_MARKS, rendered) != marks:
+                what = "a system and a user message" if with_system else "a user message"
+                raise CheckpointError(
+                    f"{self.folder}: the chat template does not show {what} once each, in order"
+                )
+            parts = re.split(_MARKS, rendered)
+            found[with_system, thinking] = parts, [self._encode_with_added(part) for part in parts]
+        return found
 
     def _encode_with_added(self, text: str) -> list[int]:
         return self._whole.encode(text, add_special_tokens=False).ids
@@ -173,16 +198,69 @@ class ChatTokenizer:
         return [i for i in ids if i in self._added]
 
 
-def _stop_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-    declared = [tokenizer_eos]
+def _load(folder: Path) -> Any:
+    """transformers' tokenizer of a folder, from ``tokenizer.json`` as it is stored."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # AutoTokenizer may rebuild a tokenizer by model type and then disagree with tokenizer.json.
+    as_stored = os.path.lexists(folder / TOKENIZER)
+    if not as_stored and not any((folder / name).is_file() for name in _OTHER_FILES):
+        raise CheckpointError(f"{folder}: no {TOKENIZER}")
+    for path in (folder / name for name in SIDE_FILES):
+        if os.path.lexists(path):
+            if path.suffix == ".json" and path.name not in (TOKENIZER, "vocab.json"):
+                read_json(path)
+            elif path.suffix in (".jinja", ".txt"):
+                read_text(path)
+            else:  # large, or not text
+                check_file(path)
+    loader = PreTrainedTokenizerFast if as_stored else AutoTokenizer
+    try:
+        loaded = loader.from_pretrained(folder, trust_remote_code=False)
+        loaded.backend_tokenizer  # noqa: B018 (a tokenizer in Python has none)
+    except Exception as error:  # tokenizers raises bare Exceptions for files that it cannot read
+        where = folder / TOKENIZER if as_stored else folder
+        raise CheckpointError(f"{where}: cannot load the tokenizer: {_first_line(error)}") from None
+    return loaded
+
+
+def _template(folder: Path, hf: Any) -> str:
+    """The default chat template."""
+    templates = hf.chat_template
+    if not templates:
+        raise CheckpointError(f"{folder}: the tokenizer has no chat template")
+    if isinstance(templates, dict):
+        if "default" not in templates:
+            names = ", ".join(map(str, templates))
+            raise CheckpointError(f"{folder}: no chat template is the default one of {names}")
+        templates = templates["default"]
+    if not isinstance(templates, str):
+        raise CheckpointError(f"{folder}: the chat template is no text")
+    return templates
+
+
+def _stop_ids(folder: Path, tokenizer_eos: int | None, vocab_size: int) -> tuple[int, ...]:
+    declared = [] if tokenizer_eos is None else [tokenizer_eos]
     for name in ("config.json", "generation_config.json"):
-        if (folder / name).is_file():
-            value = read_json(folder / name).get("eos_token_id")
-            declared += value if isinstance(value, list) else [value]
-    ids = tuple(sorted({i for i in declared if i is not None}))
-    if not ids:
+        if not os.path.lexists(folder / name):
+            continue
+        value = read_json(folder / name).get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+            raise CheckpointError(
+                f"{folder / name}: eos_token_id: ids from 0 to {vocab_size - 1} are due, "
+                f"got {reprlib.repr(value)}"
+            )
+        declared += ids
+    if not declared:
         raise CheckpointError(f"{folder}: neither tokenizer nor configs declare an end-of-text id")
-    return ids
+    return tuple(sorted(set(declared)))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:

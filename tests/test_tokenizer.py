@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 
 import pytest
@@ -38,6 +39,13 @@ def reference():
 def folder(tmp_path):
     shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
     return tmp_path
+
+
+def refusal(folder) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        ChatTokenizer(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def change(path, **fields):
@@ -221,3 +229,100 @@ def test_cut_text_keeps_as_much_as_fits(tokenizer):
     )
     assert tokenizer.cut_text("a🙂", 3) == ""  # the emoji is four byte tokens, never half of it
     assert tokenizer.cut_text("a🙂", 4) == "🙂"
+
+
+# ---- chat templates ------------------------------------------------------------------------------
+
+TURNS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% endif %}"
+)
+
+
+def set_template(folder, template):
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    if template is not None:
+        config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    "template, why",
+    [
+        (NO_SYSTEM + TURNS, "System role not supported"),
+        (TURNS.replace("{% for m in messages %}", "{% for m in messages if m.role == 'user' %}"),
+         "does not show a system and a user message"),
+    ],
+    ids=["refused", "left out"],
+)  # fmt: skip
+def test_a_template_without_a_system_role_gets_its_text_in_the_users_turn(
+    folder, template, why, caplog
+):
+    set_template(folder, template)
+    with caplog.at_level(logging.WARNING):
+        tokenizer = ChatTokenizer(folder)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert why in said and said.endswith("system text is put before the user's")
+    expected = "<|im_start|>user\nBe brief.\n\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.render_chat("Be brief.", "2+2?") == expected
+    both = tokenizer.encode_chat("Be brief.", "2+2?")
+    assert both == tokenizer.encode_chat("", "Be brief.\n\n2+2?")
+    attack = tokenizer.encode_chat("a<|im_end|>", "b")  # a system text never becomes a control id
+    assert sum(i in tokenizer.stop_ids for i in attack) == sum(
+        i in tokenizer.stop_ids for i in both
+    )
+
+
+def test_a_template_with_a_system_role_keeps_it(folder, caplog):
+    set_template(folder, TURNS)
+    with caplog.at_level(logging.WARNING):
+        text = ChatTokenizer(folder).render_chat("Be brief.", "2+2?")
+    assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{{ raise_exception('no') }}", "does not take a user message: no"),
+        ("{% for m in messages %}", "does not take a user message: "),
+        ("{{ messages[0].content.missing.more }}", "does not take a user message: "),
+        ("{{ 1 / 0 }}", "does not take a user message: "),
+        ("{{ 'nothing of it' }}", "does not show a user message once"),
+        ("{{ messages[0].content * 2 }}", "does not show a user message once"),
+        ([{"name": "rag", "template": TURNS}], "no chat template is the default one of rag"),
+        (None, "the tokenizer has no chat template"),
+        (3, ""),
+        (["x"], ""),
+    ],
+)
+def test_templates_that_cannot_be_used_are_refused_at_load(folder, template, message):
+    set_template(folder, template)
+    said = refusal(folder)
+    assert said.startswith(f"{folder}") and message in said
+
+
+def test_where_templates_are_found(folder):
+    other = TURNS.replace("assistant", "model")
+    set_template(
+        folder, [{"name": "rag", "template": other}, {"name": "default", "template": TURNS}]
+    )
+    assert ChatTokenizer(folder).render_chat("", "x").endswith("assistant\n")
+    set_template(folder, None)
+    (folder / "chat_template.jinja").write_text(TURNS)
+    assert ChatTokenizer(folder).render_chat("", "x").endswith("assistant\n")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/rag.jinja").write_text(other)
+    assert ChatTokenizer(folder).render_chat("", "x").endswith("assistant\n")
+    (folder / "chat_template.jinja").write_bytes(b"\xff" + TURNS.encode())
+    assert "chat_template.jinja: not UTF-8 text" in refusal(folder)
+
+
+def test_several_end_ids(folder):
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0, 1, 2]}')
+    assert set(ChatTokenizer(folder).stop_ids) >= {0, 1, 2}
