@@ -20,13 +20,17 @@ The same class trains under the rollout loop and runs in a test with a :class:`S
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import hashlib
 import inspect
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
+
+from envs.tool_threads import TOOL_THREADS, ToolThreads
 
 
 class EpisodeFailed(Exception):
@@ -142,6 +146,9 @@ class Workflow(Protocol):
     async def run(self, task: Task, team: Team) -> Outcome: ...
 
 
+QUEUE_SECONDS = 3600.0
+
+
 def state_digest(state: Any) -> str:
     """Identity of a shared state: 16 hex digits of its repr (states are frozen dataclasses)."""
     return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
@@ -151,14 +158,14 @@ class Team(ABC):
     """Samples the outputs of one episode and keeps the record of its calls.
 
     Subclasses say how outputs are sampled; what makes an event is decided here, once.
-    ``tool_seconds`` is the time limit of one tool call.
+    ``tool_seconds`` is the time limit of one tool call, from the start of its work;
+    ``queue_seconds`` that of its waiting for a free thread before.
     """
 
-    def __init__(self, tool_seconds: float = 30.0):
+    def __init__(self, tool_seconds: float = 30.0, queue_seconds: float = QUEUE_SECONDS):
         self.calls: list[Call] = []
         self.tool_calls: dict[str, int] = {}
-        self.tool_time: dict[str, float] = {}
-        self._tool_seconds = tool_seconds
+        self._tool_seconds, self._queue_seconds = tool_seconds, queue_seconds
         self._outputs = 0
 
     @abstractmethod
@@ -185,26 +192,77 @@ class Team(ABC):
                 return
         raise ValueError(f"malformed(): no call of this episode made the output of {output.role!r}")
 
-    async def tool(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Runs a tool, a coroutine function or a blocking one (in a thread), under the time limit.
+    async def tool(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *args: Any,
+        threads: ToolThreads = TOOL_THREADS,
+    ) -> Any:
+        """Runs a tool under the time limit, which counts from the start of its work.
 
-        Raises EpisodeFailed when the tool is too slow. What the tool raises passes through: tools
-        raise EpisodeFailed for failures that end the episode.
+        An async function runs in the event loop, any other in one of ``threads`` (its own ones for
+        a tool that takes only so many calls at once); what it returns is awaited if it can be.
+        Raises EpisodeFailed where it is too slow ("tool_timeout") or no thread was free for longer
+        than ``queue_seconds`` ("tool_queue"). What the tool raises passes through: tools raise
+        EpisodeFailed for failures that end the episode.
         """
         self.tool_calls[name] = self.tool_calls.get(name, 0) + 1
-        started = time.perf_counter()
-        if inspect.iscoroutinefunction(function):
-            work = function(*args)
+        loop = asyncio.get_running_loop()
+        if _is_async(function):
+            deadline = loop.time() + self._tool_seconds
+            result = function(*args)
         else:
-            work = asyncio.to_thread(function, *args)
+            result, deadline = await self._in_thread(name, partial(function, *args), threads)
+        if not inspect.isawaitable(result):
+            return result
+        # wait_for would do, but for a defect of Python 3.11: it can swallow a cancellation.
+        limit = asyncio.timeout_at(deadline)
         try:
-            return await asyncio.wait_for(work, self._tool_seconds)
+            async with limit:
+                return await result
         except TimeoutError:
-            raise EpisodeFailed(
-                "tool_timeout", f"{name} took more than {self._tool_seconds:g} s"
-            ) from None
+            if limit.expired():
+                raise self._too_slow(name) from None
+            raise  # the tool's own
+
+    def queueing(self) -> AbstractContextManager[None]:
+        """Entered while the episode waits for a free place; it is no time of its own."""
+        return nullcontext()
+
+    async def _in_thread(
+        self, name: str, call: Callable[[], Any], threads: ToolThreads
+    ) -> tuple[Any, float]:
+        """What a blocking call returns, and when the time of its tool is over."""
+        loop = asyncio.get_running_loop()
+        started: asyncio.Future[float] = loop.create_future()
+        context = contextvars.copy_context()
+
+        def work() -> Any:
+            loop.call_soon_threadsafe(started.set_result, loop.time())
+            return context.run(call)
+
+        future = threads.submit(work)
+        ended = asyncio.wrap_future(future)
+        try:
+            with self.queueing():
+                await asyncio.wait({started}, timeout=self._queue_seconds)
+            if not started.done():
+                raise EpisodeFailed(
+                    "tool_queue",
+                    f"{name} waited more than {self._queue_seconds:g} s for one of "
+                    f"{threads.width} threads",
+                )
+            deadline = started.result() + self._tool_seconds
+            await asyncio.wait({ended}, timeout=max(0.0, deadline - loop.time()))
+            if not ended.done():
+                raise self._too_slow(name)
+            return ended.result(), deadline
         finally:
-            self.tool_time[name] = self.tool_time.get(name, 0.0) + time.perf_counter() - started
+            future.cancel()  # where it still runs, another thread takes its place
+
+    def _too_slow(self, name: str) -> EpisodeFailed:
+        return EpisodeFailed("tool_timeout", f"{name} took more than {self._tool_seconds:g} s")
 
     async def _call(
         self,
@@ -228,6 +286,12 @@ class Team(ABC):
         return call.outputs
 
 
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call only makes a coroutine: it may be made in the event loop."""
+    kinds = (function, type(function).__call__)  # an object's __call__ may be async
+    return any(inspect.iscoroutinefunction(kind) for kind in kinds)
+
+
 Replies = Mapping[str, Iterable[str]] | Sequence[str] | Callable[[str, Any, Prompt], str]
 
 
@@ -237,8 +301,13 @@ class ScriptedTeam(Team):
     Raises EpisodeFailed("script") where the script has no output left for a role.
     """
 
-    def __init__(self, replies: Replies, tool_seconds: float = 30.0):
-        super().__init__(tool_seconds)
+    def __init__(
+        self,
+        replies: Replies,
+        tool_seconds: float = 30.0,
+        queue_seconds: float = QUEUE_SECONDS,
+    ):
+        super().__init__(tool_seconds, queue_seconds)
         if callable(replies):
             self._reply = replies
         elif isinstance(replies, Mapping):

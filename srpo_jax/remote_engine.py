@@ -69,6 +69,7 @@ class _Call:
     request: Request
     version: int | None
     retries: int = 0
+    taken: bool = False
     stop: threading.Event = field(default_factory=threading.Event)
     socket: socket.socket | None = None
 
@@ -181,6 +182,11 @@ class RemoteEngine:
     def idle(self) -> bool:
         return not self._calls
 
+    @property
+    def queued(self) -> set[int]:
+        """Requests that none of the threads has taken yet, by uid."""
+        return {uid for uid, call in self._calls.items() if not call.taken}
+
     def cancel(self, uid: int) -> None:
         """Drops a request and closes its connection, at which servers stop generating."""
         call = self._calls.pop(uid, None)
@@ -242,6 +248,7 @@ class RemoteEngine:
 
     def _work(self) -> None:
         while (call := self._waiting.get()) is not None:
+            call.taken = True
             result: Completion | Exception
             try:
                 body = json.dumps(self._body(call.request)).encode()

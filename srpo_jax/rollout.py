@@ -8,24 +8,45 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import inspect
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from envs.workflow import Call, EpisodeFailed, Outcome, Output, Score, Task, Team, Workflow
-from srpo_jax.engine import Completion, Engine, PromptTooLong, Request, request_key
+from envs.tool_threads import TOOL_THREADS
+from envs.workflow import (
+    QUEUE_SECONDS,
+    Call,
+    EpisodeFailed,
+    Outcome,
+    Output,
+    Score,
+    Task,
+    Team,
+    Workflow,
+)
+from srpo_jax.engine import Engine, PromptTooLong, Request, request_key
+from srpo_jax.engine_queue import EngineQueue, EpisodeClock
 from srpo_jax.events import Episode, Member, record_episode
 from srpo_jax.prompting import Fitted, Tokenizer, fit_prompt
+from srpo_jax.user_code import (
+    UserCodeError,
+    checked_outcome,
+    checked_score,
+    defined_at,
+    first_leaf,
+    raised_at,
+)
 
 POLICY = "policy"  # the name of the one shared policy
-TOOL_THREADS = 64  # blocking tool calls at once; started as needed
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How a run's calls are sampled; tokens are per call, seconds per episode and per tool call."""
+    """How a run's calls are sampled; tokens are per call, seconds per episode and per tool call,
+    each from the start of its service. ``queue_seconds`` bounds one wait for a slot or a thread."""
 
     prompt_tokens: int
     response_tokens: int
@@ -36,6 +57,7 @@ class SamplingConfig:
     stop_strings: tuple[str, ...] = ()
     episode_seconds: float = 600.0
     tool_seconds: float = 30.0
+    queue_seconds: float = QUEUE_SECONDS
 
 
 @dataclass(frozen=True)
@@ -66,54 +88,6 @@ class EpisodeResult:
     seconds: float = 0.0
 
 
-class EngineQueue:
-    """Futures over the engine's submit and step; ``pump`` runs while episodes await."""
-
-    def __init__(self, engine: Engine):
-        self.engine = engine
-        self._futures: dict[int, asyncio.Future[Completion]] = {}
-        self._wake = asyncio.Event()
-
-    async def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Completions of one call's requests; cancelled, it frees their slots.
-
-        Raises what a remote engine gave in a completion's place: the episode fails, no other does.
-        """
-        loop = asyncio.get_running_loop()
-        uids: list[int] = []
-        try:
-            for request in requests:
-                uid = self.engine.submit(request)
-                uids.append(uid)
-                self._futures[uid] = loop.create_future()
-            self._wake.set()
-            completions = []
-            for uid in uids:
-                result = await self._futures[uid]
-                if isinstance(result, EpisodeFailed):
-                    raise result
-                completions.append(result)
-            return completions
-        finally:
-            for uid in uids:
-                future = self._futures.pop(uid)
-                if future.cancelled() or not future.done():  # the one awaited is cancelled with us
-                    self.engine.cancel(uid)
-
-    async def pump(self) -> None:
-        """Steps the engine whenever it has work; runs until cancelled."""
-        while True:
-            if self.engine.idle:
-                self._wake.clear()
-                await self._wake.wait()
-            for uid, completion in self.engine.step():
-                if uid in self._futures and not self._futures[uid].done():
-                    self._futures[uid].set_result(completion)
-            # Resumed episodes reach their next call within a few turns of the loop.
-            for _ in range(4):
-                await asyncio.sleep(0)
-
-
 class EngineTeam(Team):
     """A team whose outputs the engine samples, all roles from one policy."""
 
@@ -125,11 +99,15 @@ class EngineTeam(Team):
         config: SamplingConfig,
         prompts: dict[Any, Fitted],
     ):
-        super().__init__(config.tool_seconds)
+        super().__init__(config.tool_seconds, config.queue_seconds)
         self.members: dict[int, Member] = {}
         self.fitted: dict[int, Fitted] = {}
+        self.clock = EpisodeClock(config.episode_seconds)
         self._plan, self._queue, self._tokenizer = plan, queue, tokenizer
         self._config, self._prompts = config, prompts
+
+    def queueing(self) -> AbstractContextManager[None]:
+        return self.clock.stopped()
 
     async def sample(self, call: Call, first_uid: int) -> tuple[Output, ...]:
         config, plan = self._config, self._plan
@@ -148,7 +126,7 @@ class EngineTeam(Team):
             for member, fit in enumerate(fitted)
         ]
         try:
-            completions = await self._queue.generate(requests)
+            completions = await self._queue.generate(requests, self.clock)
         except PromptTooLong as error:
             raise EpisodeFailed("prompt_budget", str(error)) from None
         outputs = []
@@ -175,14 +153,6 @@ class EngineTeam(Team):
 
 
 Reward = Callable[[Task, Outcome], Any]
-
-
-class _ToolThreads(ThreadPoolExecutor):
-    """Threads of blocking tools. One that is past its time limit cannot be stopped, so the end of a
-    run does not wait for it."""
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        super().shutdown(wait=False, cancel_futures=True)
 
 
 class Rollout:
@@ -215,8 +185,9 @@ class Rollout:
         return asyncio.run(self._run(plans, config, on_done))
 
     async def _run(self, plans, config, on_done):
-        asyncio.get_running_loop().set_default_executor(_ToolThreads(TOOL_THREADS))
-        queue = EngineQueue(self._engine)
+        # What a workflow itself gives to asyncio.to_thread may hang like any tool.
+        asyncio.get_running_loop().set_default_executor(TOOL_THREADS)
+        queue = EngineQueue(self._engine, config.queue_seconds)
         prompts: dict[Any, Fitted] = {}
         gate = asyncio.Semaphore(self._concurrency)
 
@@ -229,52 +200,84 @@ class Rollout:
             return result
 
         pump = asyncio.create_task(queue.pump())
-        episodes = asyncio.gather(*(one(plan) for plan in plans))
+        episodes = asyncio.create_task(_results([one(plan) for plan in plans]))
         try:
             # An engine that breaks must end the run, not leave episodes waiting for ever.
             await asyncio.wait({pump, episodes}, return_when=asyncio.FIRST_COMPLETED)
             if pump.done():
                 pump.result()
-            return await episodes
+            return episodes.result()
         finally:
-            pump.cancel()
-            episodes.cancel()
-            await asyncio.gather(pump, episodes, return_exceptions=True)
+            await _cancel_others()
 
     async def _episode(self, plan, team, config) -> EpisodeResult:
         result = EpisodeResult(plan, team)
         started = time.perf_counter()
-        limit = asyncio.timeout(config.episode_seconds)
         try:
-            async with limit:
-                outcome = await self._workflow.run(plan.task, team)
+            async with team.clock:
+                outcome = self._workflow.run(plan.task, team)
+                if inspect.isawaitable(outcome):
+                    outcome = await outcome
+                outcome = checked_outcome(outcome, self._workflow.run)
                 score = await self._score(plan.task, outcome, team)
             result.outcome = outcome
             result.episode = record_episode(
                 team.calls, team.members, score, id=plan.id, task=plan.task.id, slot=plan.slot,
                 rollout=plan.rollout, answer=outcome.response, cost=_cost(team), info=outcome.info,
             )  # fmt: skip
-        except EpisodeFailed as error:
-            result.failure, result.detail = error.cause, error.detail
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():
+                raise
+            result.failure, result.detail = "CancelledError", "the workflow cancelled itself"
         except Exception as error:  # a user's workflow or reward: dropped, counted, shown
-            if limit.expired():
+            error = first_leaf(error)
+            if isinstance(error, UserCodeError):
+                raise error from None
+            if team.clock.expired:
                 result.failure = "episode_timeout"
                 result.detail = f"took more than {config.episode_seconds:g} s"
+            elif isinstance(error, EpisodeFailed):
+                result.failure, result.detail = error.cause, error.detail
             else:
-                result.failure, result.detail = type(error).__name__, _where(error)
+                result.failure, result.detail = type(error).__name__, raised_at(error)
         result.seconds = time.perf_counter() - started
         return result
 
     async def _score(self, task, outcome, team) -> Score:
+        workflow, own = self._workflow, getattr(self._workflow, "reward", None)
         if self._reward is not None:
             value = await team.tool("reward", self._reward, task, outcome)
-        elif outcome.score is not None:
-            value = outcome.score
-        else:
-            value = await self._workflow.reward(task, outcome, team)
-        if isinstance(value, Score):
-            return value
-        return Score(float(value), bool(value == 1 or value is True))
+            return checked_score(value, self._reward)
+        if outcome.score is not None:
+            return checked_score(outcome.score, workflow.run)
+        if own is None:
+            raise UserCodeError(
+                f"{defined_at(workflow.run)} returned an Outcome without a score, "
+                f"{type(workflow).__name__} has no `reward` method and the recipe no `reward`"
+            )
+        if inspect.iscoroutinefunction(own):
+            return checked_score(await own(task, outcome, team), own)
+        return checked_score(await team.tool("reward", own, task, outcome, team), own)
+
+
+async def _results(episodes: Sequence[Coroutine[Any, Any, EpisodeResult]]) -> list[EpisodeResult]:
+    """All results, in order; the first error as soon as it comes."""
+    tasks = [asyncio.create_task(episode) for episode in episodes]
+    if tasks:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    return [task.result() for task in tasks if task.done()]
+
+
+async def _cancel_others() -> None:
+    """Ends every other task of the loop. A task can swallow a cancellation (a workflow's own
+    wait_for does on Python 3.11), so it is said again until all have ended."""
+    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in tasks:
+            task.cancel()
+        done, _ = await asyncio.wait(tasks, timeout=0.1)
+        for task in done:
+            if not task.cancelled():
+                task.exception()  # seen: the first error is raised already
 
 
 def _cost(team: EngineTeam) -> dict[str, float]:
@@ -286,15 +289,6 @@ def _cost(team: EngineTeam) -> dict[str, float]:
         "tools": float(sum(n for k, n in team.tool_calls.items() if k not in ("grade", "reward"))),
         "prompt_cuts": float(sum(f.cuts > 0 for f in team.fitted.values())),
     }
-
-
-def _where(error: Exception) -> str:
-    """The error's message and the innermost line that raised it."""
-    tb = error.__traceback__
-    while tb is not None and tb.tb_next is not None:
-        tb = tb.tb_next
-    place = f" ({tb.tb_frame.f_code.co_filename}:{tb.tb_lineno})" if tb is not None else ""
-    return f"{error}{place}"
 
 
 def count_failures(results: Sequence[EpisodeResult]) -> collections.Counter[str]:

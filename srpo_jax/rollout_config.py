@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from envs.workflow import QUEUE_SECONDS
 from srpo_jax.recipe_section import (
     Count,
     Dtype,
@@ -75,6 +76,11 @@ class RolloutConfig(Section):
     reads now (None: whatever is free). ``dtype`` is that of decoding (None: the model's); where it
     is not the learner's, ``policy/sampler_gap`` tells what that costs and ``objective.sampler_cap``
     corrects for it. With ``remote`` an evaluation samples from a server, and loads no weights.
+
+    ``episode_seconds`` and ``tool_seconds`` (of each tool call and reward) count from the start of
+    the service: waiting for a slot of the engine or for a thread is no part of them, and one such
+    wait may take ``queue_seconds``. What is over a limit is dropped and counted as
+    ``episodes/failed_`` episode_timeout, tool_timeout, queue_timeout or tool_queue.
     """
 
     tasks_per_step: Count
@@ -91,6 +97,7 @@ class RolloutConfig(Section):
     remote: RemoteConfig | None = None
     episode_seconds: Positive = 600.0
     tool_seconds: Positive = 30.0
+    queue_seconds: Positive = QUEUE_SECONDS
     truncated: Literal["keep", "penalise", "drop_event"] = "keep"
     stop_strings: list[Annotated[str, Field(min_length=1)]] = []
     thinking: bool = False

@@ -144,6 +144,7 @@ def build_parts(
         "prompt_tokens": rollout.prompt_tokens, "response_tokens": rollout.response_tokens,
         "thinking": rollout.thinking, "stop_strings": tuple(rollout.stop_strings),
         "episode_seconds": rollout.episode_seconds, "tool_seconds": rollout.tool_seconds,
+        "queue_seconds": rollout.queue_seconds,
     }  # fmt: skip
     evaluation = recipe.evaluation
     return Parts(

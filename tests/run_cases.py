@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from envs.workflow import Score
 from models.convert import save_hf
 from srpo_jax.config import Recipe, parse_recipe
 from tests.learner_cases import tiny_model
@@ -16,9 +17,10 @@ EVAL_EPISODES = 4
 SUMS = [("2 + 3", "5"), ("4 + 4", "8"), ("1 + 6", "7"), ("9 + 2", "11"), ("3 + 3", "6")]
 
 
-def noisy_reward(task, outcome) -> float:
+def noisy_reward(task, outcome) -> Score:
     """A function of the sampled text, so that random outputs get different rewards."""
-    return sum(map(ord, outcome.response)) % 5 / 4
+    reward = sum(map(ord, outcome.response)) % 5 / 4
+    return Score(reward, correct=reward == 1)
 
 
 def recipe_content(folder: Path) -> dict[str, Any]:

@@ -26,6 +26,8 @@ REWARD = """
 import os, signal, time
 from pathlib import Path
 
+from envs.workflow import Score
+
 HERE = Path(__file__).parent
 calls = []
 
@@ -41,7 +43,8 @@ def reward(task, outcome):
                 time.sleep(0.01)
             deadly.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
-    return sum(map(ord, outcome.response)) % 5 / 4
+    value = sum(map(ord, outcome.response)) % 5 / 4
+    return Score(value, correct=value == 1)
 """
 
 

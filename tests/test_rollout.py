@@ -5,124 +5,32 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from envs.workflow import Cut, EpisodeFailed, Outcome, Prompt, Score, Task
+from envs.workflow import EpisodeFailed, Outcome, Score
+from launch.cli import exit_code
 from models.qwen import Qwen, split_params
 from models.tiny import tiny_config
 from models.tokenizer import ChatTokenizer
-from srpo_jax.engine import Completion, Engine, PromptTooLong, request_key
-from srpo_jax.rollout import EpisodePlan, Rollout, SamplingConfig, count_failures
+from srpo_jax.engine import Engine, request_key
+from srpo_jax.rollout import Rollout, SamplingConfig, count_failures
+from srpo_jax.user_code import UserCodeError
 from tests.make_tiny_tokenizer import TINY
-
-CONFIG = SamplingConfig(prompt_tokens=64, response_tokens=8, episode_seconds=20, tool_seconds=20)
-
-
-class Letters:
-    """One token a letter; a chat is ``system>user=``."""
-
-    def encode_chat(self, system, user, *, thinking=False):
-        return [ord(c) for c in f"{system}>{user}="]
-
-    def decode(self, ids):
-        return "".join(map(chr, ids))
-
-    def count_text(self, text):
-        return len(text)
-
-    def cut_text(self, text, limit, keep="last"):
-        return text[max(0, len(text) - limit) :] if keep == "last" else text[:limit]
-
-
-class FakeEngine:
-    """The engine's methods without a model: a step answers all that waits, except what has the
-    word ``stuck`` in its prompt. It answers with the request's key in letters."""
-
-    slots, version = 4, 3
-
-    def __init__(self, limit=64):
-        self.limit = limit
-        self.waiting, self.requests, self.cancelled, self.together = {}, [], [], []
-
-    @property
-    def idle(self):
-        return not self.waiting
-
-    def submit(self, request):
-        if len(request.prompt_ids) > self.limit:
-            raise PromptTooLong(f"prompt has {len(request.prompt_ids)} tokens")
-        uid = len(self.requests)
-        self.requests.append(request)
-        self.waiting[uid] = request
-        return uid
-
-    def cancel(self, uid):
-        del self.waiting[uid]
-        self.cancelled.append(uid)
-
-    def reply(self, request):
-        return [ord(c) for c in f"{request.key[0] % 10**6}"]
-
-    def step(self):
-        self.together.append(len(self.waiting))
-        done = []
-        for uid, request in reversed(list(self.waiting.items())):
-            if "stuck" in "".join(map(chr, request.prompt_ids)):
-                continue
-            del self.waiting[uid]
-            ids = self.reply(request)
-            logps = np.full(len(ids), -0.5, np.float32)
-            done.append((uid, Completion(ids, logps, "stop", self.version)))
-        return done
-
-
-@dataclass(frozen=True)
-class State:
-    problem: str
-    drafts: tuple[str, ...] = ()
-
-
-def render(role, state):
-    return Prompt(role, (state.problem, *map(Cut, state.drafts)))
-
-
-class TwoTurns:
-    """A private draft, an event of two and an event of one; ``trouble`` happens in between."""
-
-    roles = ("a", "b", "judge")
-
-    async def run(self, task, team):
-        state = State(task.prompt)
-        await team.draft(state, roles=["a"], render=render)
-        drafts = await team.act("solve", state, roles=["a", "b"], render=render)
-        await self.trouble(task, team)
-        state = replace(state, drafts=tuple(d.text for d in drafts))
-        (verdict,) = await team.act("judge", state, roles=["judge"], render=render)
-        return Outcome(verdict.text, state, info={"seen": 1.0})
-
-    async def trouble(self, task, team):
-        pass
-
-    async def reward(self, task, outcome, team):
-        return await team.tool("grade", lambda: Score(0.25, False, info={"graded": 1.0}))
-
-
-def plans_of(prompts, key=(1, 0, 5), rollouts=1):
-    return [
-        EpisodePlan(Task(f"t{i}", prompt, "4"), key, slot=i, rollout=g)
-        for i, prompt in enumerate(prompts)
-        for g in range(rollouts)
-    ]
-
-
-def run(workflow, prompts, *, engine=None, config=CONFIG, on_done=None, **options):
-    rollout = Rollout(engine or FakeEngine(), Letters(), workflow, **options)
-    return rollout.run(plans_of(prompts), config, on_done)
+from tests.rollout_cases import (
+    CONFIG,
+    FakeEngine,
+    Letters,
+    State,
+    TwoTurns,
+    plans_of,
+    render,
+    run,
+)
 
 
 @pytest.fixture(scope="module")
@@ -387,7 +295,8 @@ class TestRewards:
         "reward, expected, correct",
         [
             (lambda task, outcome: 1.0, 1.0, True),
-            (lambda task, outcome: 0.75, 0.75, False),
+            (lambda task, outcome: np.float32(1.0), 1.0, True),
+            (lambda task, outcome: np.bool_(True), 1.0, True),
             (lambda task, outcome: True, 1.0, True),
             (lambda task, outcome: False, 0.0, False),
             (lambda task, outcome: 0, 0.0, False),
@@ -402,10 +311,33 @@ class TestRewards:
         assert result.episode.cost["tools"] == 0.0
 
     def test_a_reward_sees_the_task_and_the_outcome(self):
-        (result,) = run(
-            TwoTurns(), ["x"], reward=lambda task, outcome: len(task.prompt + outcome.response)
-        )
+        def reward(task, outcome):
+            return Score(len(task.prompt + outcome.response), correct=False)
+
+        (result,) = run(TwoTurns(), ["x"], reward=reward)
         assert result.episode.reward == 1 + len(result.outcome.response)
+
+    @pytest.mark.parametrize("value", [10.0, -1, 0.75, 1.1])
+    def test_a_bare_number_other_than_0_and_1_does_not_say_what_is_correct(self, value):
+        def reward(task, outcome):
+            return value if task.prompt == "right" else 0
+
+        engine = FakeEngine()
+        said = (
+            rf"reward \(.*test_rollout.py:\d+\) returned {value:g}: a bare reward is 0 or 1; "
+            rf"for any other say what is correct: Score\({value:g}, correct=...\)"
+        )
+        with pytest.raises(UserCodeError, match=said) as caught:
+            run(TwoTurns(), ["wrong", "right"], engine=engine, reward=reward)
+        assert exit_code(caught.value) == 2 and engine.idle
+
+    def test_scores_of_any_scale_say_what_is_correct(self):
+        def reward(task, outcome):
+            return Score(10.0, True) if task.prompt == "right" else Score(-1.0, False)
+
+        results = run(TwoTurns(), ["right", "wrong", "right"], reward=reward)
+        assert [r.episode.reward for r in results] == [10.0, -1.0, 10.0]
+        assert [r.episode.correct for r in results] == [True, False, True]
 
     def test_the_outcomes_own_score_is_next(self):
         (result,) = run(Scored(), ["x"])

@@ -197,7 +197,9 @@ def test_three_steps_of_the_math_workflow_end_to_end(tmp_path):
         first = episode["events"][0]
         assert (first["type"], first["expected"], len(first["members"])) == ("solve", 2, 2)
         assert isinstance(first["advantage"], float)
-        assert episode["reward"] == noisy_reward(None, Outcome(episode["outcome"]["response"]))
+        assert (
+            episode["reward"] == noisy_reward(None, Outcome(episode["outcome"]["response"])).reward
+        )
 
     assert json.loads((folder / "done.json").read_text()) == {"step": 3}
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["2", "3"]
@@ -264,7 +266,7 @@ def test_a_users_workflow_and_reward_are_passed_in_python(tmp_path):
 
     def reward(task, outcome):
         asked.append((type(task), outcome.response))
-        return Score(noisy_reward(task, outcome), correct=True)
+        return replace(noisy_reward(task, outcome), correct=True)
 
     other = tiny_recipe(
         tmp_path, "trainer.steps=1", "evaluation.every=0", f"trainer.out={tmp_path / 'other'}"
@@ -274,7 +276,7 @@ def test_a_users_workflow_and_reward_are_passed_in_python(tmp_path):
     assert len(asked) == EPISODES and {kind for kind, _ in asked} == {Task}
     assert row["reward/correct"] == 1.0
     assert row["reward/mean"] == pytest.approx(
-        np.mean([noisy_reward(None, Outcome(text)) for _, text in asked])
+        np.mean([noisy_reward(None, Outcome(text)).reward for _, text in asked])
     )
     assert not bit_equal(params_of(tmp_path / "other" / "model"), before)
 

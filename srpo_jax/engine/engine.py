@@ -169,6 +169,11 @@ class Engine:
     def idle(self) -> bool:
         return not self._waiting and not any(replica.load for replica in self._replicas)
 
+    @property
+    def queued(self) -> set[int]:
+        """Requests that had no slot yet, by uid."""
+        return set(self._waiting).union(*({r.uid for r in p.ready} for p in self._replicas))
+
     def cancel(self, uid: int) -> None:
         """Drops a request, waiting or running; its slot and its pages are free at once."""
         self._waiting.pop(uid, None)
