@@ -202,7 +202,8 @@ def _units(events: Sequence[Event], config: AdvantageConfig) -> list[_Unit]:
         if not event.complete:
             continue
         team = tuple(member.role for member in event.members)
-        shared = {"task": event.task, "event_type": event.type, "turn": event.turn, "role": team}
+        task = (event.slot, event.task)  # a step may hold a task twice, at an epoch's boundary
+        shared = {"task": task, "event_type": event.type, "turn": event.turn, "role": team}
         places = [(e, m) for m in range(len(event.members))]
         group = tuple(shared[key] for key in config.group)
         if config.statistics == "events":

@@ -47,7 +47,7 @@ class Member:
 @dataclass(frozen=True, eq=False)
 class Event:
     """One decision event. ``expected`` is K_e; ``reward`` the team reward that arrives after it;
-    ``turn`` its place among the events of its episode, from 0."""
+    ``turn`` its place among the events of its episode, from 0; ``slot`` its task's in the step."""
 
     id: str
     episode: str
@@ -58,6 +58,7 @@ class Event:
     expected: int
     members: tuple[Member, ...]
     reward: float
+    slot: int = 0
 
     @property
     def complete(self) -> bool:
@@ -135,6 +136,7 @@ def record_episode(
                 expected=len(call.roles),
                 members=found,
                 reward=score.reward,
+                slot=slot,
             )
         )
     return Episode(

@@ -147,6 +147,17 @@ def test_groups_are_task_and_event_type():
     np.testing.assert_allclose(by_turn, [1 / 3, -2 / 3, 0.0, 0.0, 1 / 3])
 
 
+def test_two_slots_of_a_step_with_one_task_stay_apart():
+    """An epoch's boundary inside a step brings a task twice; neither copy has any contrast."""
+    copies = [event(reward, slot=slot) for slot, reward in ((0, 1.0), (1, 0.0)) for _ in range(4)]
+    advantages, stats = event_advantages(copies)
+    assert advantages.tolist() == [0.0] * 8
+    assert stats["groups"] == stats["equal_groups"] == 2
+    for statistics in ("episodes", "rows"):
+        config = AdvantageConfig(statistics=statistics)
+        assert not np.any(event_advantages(copies, config)[0])
+
+
 def test_isolated_groups_are_reported():
     events = [event(r, task=f"t{i}") for i, r in enumerate([1.0, 0.0, 1.0])]
     advantages, stats = event_advantages(events)

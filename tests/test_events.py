@@ -86,6 +86,7 @@ def test_events_come_from_acts_and_drafts_are_left_out():
         ("solver_2", 1, 2, False),
     ]
     assert (verify.episode, verify.task, verify.state_id) == ("t0#1", "t0", calls[2].state_id)
+    assert solve.slot == verify.slot == 2
     assert solve.complete and verify.complete
     assert solve.members[0].response_ids.tolist() == [7, 8, 9] and solve.members[0].version == 3
     assert (episode.slot, episode.rollout, episode.correct, episode.answer) == (2, 1, True, "4")
