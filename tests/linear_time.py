@@ -9,23 +9,29 @@ from collections.abc import Callable
 def assert_linear(function: Callable[[str], object], *units: str, around: str = "{}") -> None:
     """Times ``function`` on each unit repeated to 1,024 ... 65,536 characters inside ``around``.
 
-    Each doubling may take 2.5 times as long (best of 5) where the longer text takes over 2 ms.
+    Each doubling may take 2.5 times as long (best of 5) where the longer text takes over 2 ms. A
+    ratio above is measured again: a busy machine passes, a quadratic pattern stays.
     """
     for unit in units:
-        before = None
-        for exponent in range(10, 17):
-            text = around.replace("{}", unit * (2**exponent // len(unit)))
-            seconds = min(_seconds(function, text) for _ in range(5))
-            if before is not None and seconds > 2e-3 and seconds > 2.5 * before:
-                # The machine may have been busy for all five: a quadratic one stays so.
-                seconds = min(_seconds(function, text) for _ in range(5))
-                assert seconds <= 2.5 * before, (
-                    f"{unit!r} to {len(text)} characters: {before:.4f} s, doubled {seconds:.4f} s"
+        texts = [around.replace("{}", unit * (2**n // len(unit))) for n in range(10, 17)]
+        times = [_best(function, text) for text in texts]
+        for i in range(1, len(texts)):
+            for _ in range(4):
+                if times[i] <= max(2e-3, 2.5 * times[i - 1]):
+                    break
+                times[i - 1 : i + 1] = _best(function, texts[i - 1]), _best(function, texts[i])
+            else:
+                raise AssertionError(
+                    f"{unit!r} to {len(texts[i])} characters: {times[i]:.4f} s, "
+                    f"half of it {times[i - 1]:.4f} s"
                 )
-            before = seconds
 
 
-def _seconds(function: Callable[[str], object], text: str) -> float:
-    start = time.perf_counter()
-    function(text)
-    return time.perf_counter() - start
+def _best(function: Callable[[str], object], text: str) -> float:
+    """Seconds of this thread's processor time, the best of 5."""
+    best = float("inf")
+    for _ in range(5):
+        start = time.thread_time()
+        function(text)
+        best = min(best, time.thread_time() - start)
+    return best

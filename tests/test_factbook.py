@@ -32,9 +32,10 @@ from envs.search.prompts import Searching, Step
 from envs.search.retrieval.base import Passage
 from envs.search.retrieval.bm25 import BM25Retriever
 from envs.search.scoring import normalize
-from envs.search.tasks import TaskError, read_tasks
+from envs.search.tasks import read_tasks
 from envs.search.teacher import reply
 from envs.search.workflow import SearchWorkflow
+from envs.task_rows import TaskError
 from envs.workflow import ScriptedTeam, Task
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -288,8 +289,8 @@ def test_read_tasks(tmp_path):
         '"reward_model": {"ground_truth": {"target": "y"}}}\n'
     )
     assert read_tasks(bare) == [
-        Task("bare/1", "q?", ("x",), "bare"),
-        Task("bare/2", "p?", ("y",), "bare"),
+        Task("bare/#1", "q?", ("x",), "bare"),
+        Task("bare/#2", "p?", ("y",), "bare"),
     ]
 
 

@@ -152,9 +152,9 @@ def test_column_variants(tmp_path):
     )
     assert [(t.id, t.prompt, t.answer) for t in tasks] == [
         ("aime/x1", "P", "33"),
-        ("aime/3", "Q", ("1/2", "0.5")),
+        ("aime/#3", "Q", ("1/2", "0.5")),
         ("dapo/7", "E", "3"),
-        ("aime/5", "R.", "2.5"),
+        ("aime/#5", "R.", "2.5"),
     ]
     assert {t.source for t in read_tasks(tmp_path / "aime.jsonl", source="AIME24")} == {"AIME24"}
 

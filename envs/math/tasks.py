@@ -10,9 +10,11 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ import tensorflow_datasets as tfds
 
 from envs.math.instructions import without_instructions
 from envs.stored_tasks import store
-from envs.task_rows import TaskError, first, read_rows
+from envs.task_rows import TaskError, first, read_file, sections, source_and_id, unpacked
+from envs.text_files import short
 from envs.workflow import Task
 
 SPLITS = ("train", "validation", "test")
@@ -115,7 +118,7 @@ def math_tasks(
     config = MathTasksConfig(
         generator=name, split=split, seed=seed, size=size, settings=dict(settings)
     )
-    return store(MathTasks, config, data_dir, split, _stored_task)
+    return store(MathTasks, config, data_dir, split, size, _stored_task)
 
 
 def _stored_task(row: Mapping[str, str]) -> Task:
@@ -183,10 +186,10 @@ def _block(name: str, settings: Mapping[str, Any], seed: int) -> Iterator[dict[s
     import reasoning_gym
 
     try:
-        data = reasoning_gym.create_dataset(name, seed=seed, size=_BLOCK, **settings)
-    except (AssertionError, TypeError, ValueError) as error:
-        raise TaskError(f"tasks: {name}: {error}") from None
-    return iter(data)
+        yield from reasoning_gym.create_dataset(name, seed=seed, size=_BLOCK, **settings)
+    except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__} {error}".strip()  # the settings, in the generator's words
+        raise TaskError(f"tasks: {name}: {reason}") from error
 
 
 # ---- files --------------------------------------------------------------------------------------
@@ -199,70 +202,55 @@ def read_tasks(path: str | os.PathLike, *, source: str | None = None) -> list[Ta
     text), else ``problem`` or ``question``; sentences such as "Let's think step by step and output
     the final answer within \boxed{}." are dropped, because the roles' prompts give their own. Gold:
     ``env_kwargs.ground_truth``, else ``reward_model.ground_truth``, else ``answer``: text, a
-    number, or a list of accepted ones.
-    Source: ``source``, else ``data_source``, else the file's name. Raises TaskError with file and
-    line (Parquet: row, from 1).
+    number, or a list of accepted ones (also as JSON text: ``'["34"]'``). Source: ``source``, else
+    ``data_source``, else the file's name. Id: the source and ``id``, else ``extra_info.index``,
+    else the line. Raises TaskError with file and line (Parquet: row, from 1), also for an id that
+    an earlier row has.
     """
     path = Path(path)
-    tasks = [
-        _task(row, where, number, source or path.stem) for where, number, row in read_rows(path)
-    ]
-    if not tasks:
-        raise TaskError(f"{path}: no tasks")
+    tasks = read_file(path, lambda row, number: _task(row, number, source or path.stem))
     if source is not None:
         tasks = [dataclasses.replace(task, source=source) for task in tasks]
     return tasks
 
 
-def _task(row: Any, where: str, number: int, stem: str) -> Task:
-    if not isinstance(row, Mapping):
-        raise TaskError(f"{where}: need an object, got {type(row).__name__}")
-    kwargs, reward = row.get("env_kwargs") or {}, row.get("reward_model") or {}
-    extra = row.get("extra_info") or {}
-    for name, value in (("env_kwargs", kwargs), ("reward_model", reward), ("extra_info", extra)):
-        if not isinstance(value, Mapping):
-            raise TaskError(f"{where}: {name}: need an object, got {type(value).__name__}")
+def _task(row: Mapping[str, Any], number: int, stem: str) -> Task:
+    kwargs, reward, _ = sections(row)
+    source, identity = source_and_id(row, number, stem)
     prompt = first(
         kwargs.get("question"), row.get("prompt"), row.get("problem"), row.get("question")
     )
     if prompt is None:
-        raise TaskError(f"{where}: no problem (env_kwargs.question, prompt, problem or question)")
+        raise ValueError("no problem (env_kwargs.question, prompt, problem or question)")
     gold = first(kwargs.get("ground_truth"), reward.get("ground_truth"), row.get("answer"))
     if gold is None:
-        raise TaskError(f"{where}: no gold answer (reward_model.ground_truth or answer)")
-    source = str(row.get("data_source") or kwargs.get("data_source") or stem)
-    index = first(row.get("id"), extra.get("index"), number)
-    return Task(
-        id=f"{source}/{index}",
-        prompt=_problem(prompt, where),
-        answer=_gold(gold, where),
-        source=source,
-    )
+        raise ValueError("no gold answer (reward_model.ground_truth or answer)")
+    return Task(id=identity, prompt=_problem(prompt), answer=_gold(gold), source=source)
 
 
-def _problem(prompt: Any, where: str) -> str:
+def _problem(prompt: Any) -> str:
     if not isinstance(prompt, str):
         turns = prompt if isinstance(prompt, list) else [prompt]
         users = [t for t in turns if isinstance(t, Mapping) and t.get("role") == "user"]
         prompt = users[-1].get("content") if users else None
         if not isinstance(prompt, str):
-            raise TaskError(f"{where}: prompt: need text or turns with a user's text")
+            raise ValueError("prompt: need text or turns with a user's text")
     if not prompt.strip():
-        raise TaskError(f"{where}: the problem is empty")
+        raise ValueError("the problem is empty")
     return without_instructions(prompt)
 
 
-def _gold(gold: Any, where: str) -> str | tuple[str, ...]:
-    values = gold if isinstance(gold, list) else [gold]
-    texts = [_gold_text(v) for v in values]
+def _gold(gold: Any) -> str | tuple[str, ...]:
+    gold = unpacked(gold)
+    texts = [_gold_text(v) for v in (gold if isinstance(gold, list) else [gold])]
     if not texts or any(text is None or not text.strip() for text in texts):
-        raise TaskError(f"{where}: gold answer: need text or a number, got {gold!r}")
+        raise ValueError(f"gold answer: need text or a number, got {short(gold)}")
     return tuple(texts) if isinstance(gold, list) else texts[0]
 
 
 def _gold_text(value: Any) -> str | None:
     if isinstance(value, str):
         return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    if isinstance(value, float) and math.isfinite(value):  # 27.0 is 27; 1e22 is written out
+        return format(Decimal(repr(value)), "f").removesuffix(".0")
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else None

@@ -88,9 +88,10 @@ def stored_tasks(
     size: int | None,
 ) -> StoredTasks:
     """The questions that ``select`` gives, written under ``data_dir`` unless they are there."""
-    select(split, hops=hops, fields=fields, seed=seed, size=size)  # refuses bad arguments first
+    # Refuses bad arguments first.
+    chosen = select(split, hops=hops, fields=fields, seed=seed, size=size)
     config = FactbookConfig(split=split, hops=hops, fields=fields, seed=seed, size=size)
-    return store(Factbook, config, data_dir, split, _stored_task)
+    return store(Factbook, config, data_dir, split, len(chosen), _stored_task)
 
 
 def _stored_task(row: Mapping[str, str]) -> Task:

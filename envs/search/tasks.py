@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from envs.task_rows import TaskError, first, read_rows
+from envs.task_rows import first, read_file, sections, source_and_id, unpacked
 from envs.workflow import Task
 
 
@@ -17,29 +17,17 @@ def read_tasks(path: str | os.PathLike) -> list[Task]:
     Question: ``env_kwargs.question``, else ``extra_info.question``, ``question``, or the last user
     turn of ``prompt``; a missing question mark is added. Golds: ``env_kwargs.ground_truth``, else
     ``reward_model.ground_truth``, ``golden_answers`` or ``answer``: ``{"target": [..]}``, a list of
-    texts, or one text. Source: ``data_source``, else the file's name. Raises TaskError with the
-    file and the line (Parquet: row, from 1).
+    texts (also as JSON text), or one text. Source: ``data_source``, else the file's name. Id: the
+    source and ``id``, else ``extra_info.index``, else the line. Raises TaskError with the file and
+    the line (Parquet: row, from 1), also for an id that an earlier row has.
     """
     path = Path(path)
-    tasks = []
-    for where, number, row in read_rows(path):
-        try:
-            tasks.append(_task(row, number, path.stem))
-        except ValueError as error:
-            raise TaskError(f"{where}: {error}") from None
-    if not tasks:
-        raise TaskError(f"{path}: no tasks")
-    return tasks
+    return read_file(path, lambda row, number: _task(row, number, path.stem))
 
 
-def _task(row: Any, number: int, stem: str) -> Task:
-    if not isinstance(row, Mapping):
-        raise ValueError(f"need an object, got {type(row).__name__}")
-    sections = {name: row.get(name) or {} for name in ("env_kwargs", "reward_model", "extra_info")}
-    for name, value in sections.items():
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{name}: need an object, got {type(value).__name__}")
-    kwargs, reward, extra = sections.values()
+def _task(row: Mapping[str, Any], number: int, stem: str) -> Task:
+    kwargs, reward, extra = sections(row)
+    source, identity = source_and_id(row, number, stem)
     question = first(
         kwargs.get("question"),
         extra.get("question"),
@@ -51,20 +39,16 @@ def _task(row: Any, number: int, stem: str) -> Task:
             "no question (env_kwargs.question, extra_info.question, question or prompt)"
         )
     question = question.strip()
-    golds = _golds(
-        first(
-            kwargs.get("ground_truth"),
-            reward.get("ground_truth"),
-            row.get("golden_answers"),
-            row.get("answer"),
-        )
+    gold = first(
+        kwargs.get("ground_truth"),
+        reward.get("ground_truth"),
+        row.get("golden_answers"),
+        row.get("answer"),
     )
-    source = str(first(row.get("data_source"), kwargs.get("data_source"), stem))
-    index = first(row.get("id"), extra.get("index"), number)
     return Task(
-        id=f"{source}/{index}",
+        id=identity,
         prompt=question if question.endswith("?") else question + "?",
-        answer=golds,
+        answer=_golds(gold),
         source=source,
     )
 
@@ -79,6 +63,7 @@ def _last_user_turn(prompt: Any) -> Any:
 def _golds(gold: Any) -> tuple[str, ...]:
     if isinstance(gold, Mapping):
         gold = gold.get("target")
+    gold = unpacked(gold)
     texts = [gold] if isinstance(gold, str) else gold
     if (
         not isinstance(texts, list)

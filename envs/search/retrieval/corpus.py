@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from envs.search.factbook import passages as factbook_passages
 from envs.search.retrieval.base import Passage
+from envs.text_files import json_lines
 
 
 class CorpusError(ValueError):
@@ -25,29 +24,25 @@ def load_corpus(source: str) -> Sequence[Passage]:
 def read_corpus(path: Path) -> list[Passage]:
     """The passages of a ``.jsonl`` or ``.jsonl.gz`` file; ids may be numbers.
 
-    Raises CorpusError for a missing file, a row that is no JSON object with ``id`` and a textual
-    ``contents``, and an id that an earlier row has.
+    Raises CorpusError for a file that cannot be read, a row that is no JSON object with ``id`` and
+    a textual ``contents``, and an id that an earlier row has.
     """
     passages: list[Passage] = []
-    lines_of: dict[str, int] = {}
-    opened = gzip.open if path.suffix == ".gz" else open
+    numbers: dict[str, int] = {}
     try:
-        with opened(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    passage = _passage(json.loads(line))
-                except ValueError as error:
-                    raise CorpusError(f"{path}:{number}: {error}") from None
-                first = lines_of.setdefault(passage.id, number)
-                if first != number:
-                    raise CorpusError(f"{path}:{number}: id {passage.id!r} is that of line {first}")
-                passages.append(passage)
-    except OSError as error:
-        raise CorpusError(f"{path}: {error.strerror or error}") from None
-    except (EOFError, UnicodeDecodeError) as error:
-        raise CorpusError(f"{path}: {error}") from None
+        for number, row in json_lines(path):
+            try:
+                passage = _passage(row)
+                earlier = numbers.setdefault(passage.id, number)
+                if earlier != number:
+                    raise ValueError(f"id {passage.id!r} is that of line {earlier}")
+            except ValueError as error:
+                raise CorpusError(f"{path}:{number}: {error}") from None
+            passages.append(passage)
+    except CorpusError:
+        raise
+    except ValueError as error:
+        raise CorpusError(str(error)) from None
     if not passages:
         raise CorpusError(f"{path}: no passages in this file")
     return passages
