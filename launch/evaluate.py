@@ -5,6 +5,7 @@ model.path=runs/NAME/model evaluates what a run has trained.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from rich.console import Group
@@ -49,7 +50,7 @@ def results_tables(results: Mapping[str, BenchmarkResult], title: str = "") -> G
             str(len(result.correct)),
             _percent(result.avg, result.avg_error),
             _percent(result.passed, result.passed_error),
-            str(result.failed),
+            str(result.failed) + f", {result.undecided} undecided" * bool(result.undecided),
         )
         c = result.cost
         figures = (c.c_tok, c.c_call, c.c_tool, c.mean_k, c.mean_tokens, c.u_tok, c.p50, c.p95)
@@ -75,6 +76,8 @@ def _table(title: str, columns: tuple[str, ...]) -> Table:
 
 
 def _percent(value: float, error: float) -> str:
+    if math.isnan(value):
+        return "not graded"
     return f"{100 * value:.1f} ± {100 * error:.1f}"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -63,7 +63,7 @@ def paired_difference(before: ArrayLike, after: ArrayLike) -> tuple[float, float
 
 
 def macro(figures: Mapping[str, float] | Sequence[float]) -> float:
-    """Unweighted mean over benchmarks."""
+    """Unweighted mean over benchmarks; NaN where one of them has no figure."""
     values = list(figures.values()) if isinstance(figures, Mapping) else list(figures)
     return float(np.mean(values))
 
@@ -85,8 +85,9 @@ def over_seeds(per_seed: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class EpisodeCost:
-    """What one episode took (SRPO eq. 8): ``tokens`` C_tok = sum of generated tokens, ``calls``
-    C_call = sum of K over events, ``tools`` C_tool, ``events``, wall seconds."""
+    """What one episode took (SRPO eq. 8): ``tokens`` C_tok = sum of the tokens that the members of
+    its events generated, ``calls`` C_call = sum of K over events, ``tools`` C_tool, ``events``,
+    wall seconds."""
 
     tokens: int
     calls: int
@@ -119,33 +120,40 @@ class CostSummary:
 class BenchmarkResult:
     """One benchmark's evaluation: ``correct`` [tasks, samples] bool, ``costs`` [tasks][samples].
 
-    An episode that failed counts as wrong; ``failed`` says how many did.
+    An episode that failed or whose grade is undecided counts as wrong; ``failed`` and ``undecided``
+    say how many did. Where none was graded the averages are NaN: nothing was measured.
     """
 
     correct: np.ndarray
     costs: Sequence[Sequence[EpisodeCost]]
     failed: int = 0
+    undecided: int = 0
+
+    @property
+    def graded(self) -> int:
+        return self.correct.size - self.failed - self.undecided
 
     @property
     def avg(self) -> float:
-        return avg_at_k(self.correct)
+        return avg_at_k(self.correct) if self.graded else math.nan
 
     @property
     def avg_error(self) -> float:
-        return standard_error(self.correct.mean(axis=1))
+        return standard_error(self.correct.mean(axis=1)) if self.graded else math.nan
 
     @property
     def passed(self) -> float:
         """Pass@k for k = all samples."""
-        return pass_at_k(self.correct, self.correct.shape[1])
+        return pass_at_k(self.correct, self.correct.shape[1]) if self.graded else math.nan
 
     @property
     def passed_error(self) -> float:
-        return standard_error(self.correct.any(axis=1))
+        return standard_error(self.correct.any(axis=1)) if self.graded else math.nan
 
     @property
     def cost(self) -> CostSummary:
-        return summarise_cost(self.correct, self.costs)
+        summary = summarise_cost(self.correct, self.costs)
+        return summary if self.graded else replace(summary, u_tok=math.nan)
 
 
 def summarise_cost(correct: ArrayLike, costs: Sequence[Sequence[EpisodeCost]]) -> CostSummary:

@@ -87,7 +87,6 @@ class Episode:
     reward: float
     correct: bool
     answer: str = ""
-    error: str | None = None
     cost: Mapping[str, float] = field(default_factory=dict)
     info: Mapping[str, float] = field(default_factory=dict)
 
@@ -148,7 +147,6 @@ def record_episode(
         reward=score.reward,
         correct=score.correct,
         answer=answer,
-        error=score.error,
         cost=dict(cost or {}),
         info={**score.info, **(info or {})},
     )

@@ -41,6 +41,7 @@ from srpo_jax.user_code import (
 )
 
 POLICY = "policy"  # the name of the one shared policy
+UNDECIDED = "undecided"  # why an episode whose grade could not be decided is dropped
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class EpisodePlan:
 
 @dataclass
 class EpisodeResult:
-    """An episode that ended with an outcome, or the cause for which it was dropped."""
+    """An episode that ended with a score, or the cause for which it was dropped: a failure, or
+    that its grade is undecided (it has an outcome then)."""
 
     plan: EpisodePlan
     team: EngineTeam
@@ -86,6 +88,10 @@ class EpisodeResult:
     failure: str | None = None
     detail: str = ""
     seconds: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        return self.failure not in (None, UNDECIDED)
 
 
 class EngineTeam(Team):
@@ -221,10 +227,14 @@ class Rollout:
                 outcome = checked_outcome(outcome, self._workflow.run)
                 score = await self._score(plan.task, outcome, team)
             result.outcome = outcome
-            result.episode = record_episode(
-                team.calls, team.members, score, id=plan.id, task=plan.task.id, slot=plan.slot,
-                rollout=plan.rollout, answer=outcome.response, cost=_cost(team), info=outcome.info,
-            )  # fmt: skip
+            if score.error is None:
+                result.episode = record_episode(
+                    team.calls, team.members, score, id=plan.id, task=plan.task.id, slot=plan.slot,
+                    rollout=plan.rollout, answer=outcome.response, cost=episode_cost(team),
+                    info=outcome.info,
+                )  # fmt: skip
+            else:
+                result.failure, result.detail = UNDECIDED, score.error
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():
                 raise
@@ -280,9 +290,12 @@ async def _cancel_others() -> None:
                 task.exception()  # seen: the first error is raised already
 
 
-def _cost(team: EngineTeam) -> dict[str, float]:
-    """Equations 8 and 9: generated tokens, policy calls, tool calls (rewards are no tools)."""
-    members = team.members.values()
+def episode_cost(team: EngineTeam) -> dict[str, float]:
+    """Equations 8 and 9, of an episode that ended or failed: tokens and calls of its events'
+    members (drafts are none), tool calls (rewards are none); and how many of its prompts were cut.
+    """
+    events = [call for call in team.calls if call.kind == "event"]
+    members = [team.members[output.uid] for call in events for output in call.outputs]
     return {
         "tokens": float(sum(len(m.response_ids) for m in members)),
         "calls": float(len(members)),
@@ -292,5 +305,5 @@ def _cost(team: EngineTeam) -> dict[str, float]:
 
 
 def count_failures(results: Sequence[EpisodeResult]) -> collections.Counter[str]:
-    """Dropped episodes by cause."""
-    return collections.Counter(r.failure for r in results if r.failure is not None)
+    """Failed episodes by cause."""
+    return collections.Counter(r.failure for r in results if r.failed)

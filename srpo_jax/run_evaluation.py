@@ -11,7 +11,7 @@ from envs.workflow import Task, Workflow
 from srpo_jax.config import Recipe
 from srpo_jax.evaluation import BenchmarkResult, EpisodeCost, macro
 from srpo_jax.progress import RunProgress
-from srpo_jax.rollout import EpisodePlan, EpisodeResult
+from srpo_jax.rollout import UNDECIDED, EpisodePlan, EpisodeResult, episode_cost
 from srpo_jax.run_parts import Parts, build_parts
 
 
@@ -24,11 +24,13 @@ class TrainingFailed(RuntimeError):
 def evaluate(parts: Parts, progress: RunProgress | None = None) -> dict[str, BenchmarkResult]:
     """Every benchmark of the recipe, sampled with keys that depend on the evaluation seed alone.
 
-    Raises TrainingFailed where a server fails more than rollout.max_failed_fraction of a benchmark.
+    Raises TrainingFailed where no episode of any benchmark was graded, with the first one's cause,
+    and where a server fails more than rollout.max_failed_fraction of a benchmark.
     """
     config = parts.recipe.evaluation
     progress = progress or RunProgress(0, 0, None)
-    results = {}
+    results: dict[str, BenchmarkResult] = {}
+    first: EpisodeResult | None = None  # of those without a grade
     for index, (name, tasks) in enumerate(parts.benchmarks.items()):
         chosen = tasks[: config.tasks] if config.tasks else tasks
         plans = [
@@ -41,28 +43,38 @@ def evaluate(parts: Parts, progress: RunProgress | None = None) -> dict[str, Ben
         if parts.recipe.rollout.remote:  # what a server fails says nothing about the model
             check_failures(episodes, parts.recipe.rollout.max_failed_fraction)
         results[name] = benchmark_result(chosen, episodes, config.samples)
+        first = first or next((r for r in episodes if r.failure is not None), None)
+    if results and not any(result.graded for result in results.values()):
+        raise TrainingFailed(
+            f"evaluation: none of {sum(r.correct.size for r in results.values())} episodes was "
+            f"graded; the first, {_why(first)}"
+        )
     return results
 
 
 def benchmark_result(
     tasks: Sequence[Task], episodes: Sequence[EpisodeResult], samples: int
 ) -> BenchmarkResult:
-    """[tasks, samples] verdicts and costs; a failed episode counts as wrong, and as failed."""
+    """[tasks, samples] verdicts and costs. An episode that failed or whose grade is undecided
+    counts as wrong, and apart."""
     correct = np.array([bool(r.episode and r.episode.correct) for r in episodes])
-    costs = [
-        EpisodeCost(
-            tokens=sum(len(m.response_ids) for m in r.team.members.values()),
-            calls=len(r.team.members),
-            tools=int(r.episode.cost["tools"]) if r.episode else 0,
-            events=sum(call.kind == "event" for call in r.team.calls),
-            seconds=r.seconds,
-        )
-        for r in episodes
-    ]
+    costs = [_cost(r) for r in episodes]
     return BenchmarkResult(
         correct=correct.reshape(len(tasks), samples),
         costs=[costs[i : i + samples] for i in range(0, len(costs), samples)],
-        failed=sum(r.failure is not None for r in episodes),
+        failed=sum(r.failed for r in episodes),
+        undecided=sum(r.failure == UNDECIDED for r in episodes),
+    )
+
+
+def _cost(result: EpisodeResult) -> EpisodeCost:
+    cost = episode_cost(result.team)
+    return EpisodeCost(
+        tokens=int(cost["tokens"]),
+        calls=int(cost["calls"]),
+        tools=int(cost["tools"]),
+        events=sum(call.kind == "event" and bool(call.outputs) for call in result.team.calls),
+        seconds=result.seconds,
     )
 
 
@@ -83,6 +95,7 @@ def evaluation_metrics(results: Mapping[str, BenchmarkResult]) -> dict[str, floa
             f"eval/{name}/avg": result.avg,
             f"eval/{name}/pass": result.passed,
             f"eval/{name}/failed": float(result.failed),
+            f"eval/{name}/undecided": float(result.undecided),
             f"eval/{name}/tokens": result.cost.c_tok,
         }
     metrics["eval/macro/avg"] = macro([r.avg for r in results.values()])
@@ -91,11 +104,15 @@ def evaluation_metrics(results: Mapping[str, BenchmarkResult]) -> dict[str, floa
 
 
 def check_failures(results: Sequence[EpisodeResult], limit: float) -> None:
-    """Raises TrainingFailed where more than ``limit`` of the episodes failed."""
-    failed = [r for r in results if r.failure is not None]
+    """Raises TrainingFailed where more than ``limit`` of the episodes failed. Those whose grade is
+    undecided are none of them: what they say is about the grader."""
+    failed = [r for r in results if r.failed]
     if len(failed) > limit * len(results):
-        first = failed[0]
         raise TrainingFailed(
             f"{len(failed)} of {len(results)} episodes failed (rollout.max_failed_fraction is "
-            f"{limit:g}); the first, {first.plan.id}: {first.failure}: {first.detail}"
+            f"{limit:g}); the first, {_why(failed[0])}"
         )
+
+
+def _why(result: EpisodeResult) -> str:
+    return f"{result.plan.id}: {result.failure}: {result.detail}"

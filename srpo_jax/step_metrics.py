@@ -13,7 +13,7 @@ import numpy as np
 
 from srpo_jax.batch import EventBatch
 from srpo_jax.events import Event, role_kind
-from srpo_jax.rollout import EpisodeResult, count_failures
+from srpo_jax.rollout import UNDECIDED, EpisodeResult, count_failures
 from srpo_jax.update_diagnostics import update_diagnostics
 
 CV_WINDOW = 20  # steps over which the gradient norm's coefficient of variation is taken
@@ -29,8 +29,8 @@ def rollout_metrics(
         "reward/mean": _mean([e.reward for e in episodes]),
         "reward/correct": _mean([e.correct for e in episodes]),
         "episodes/total": float(len(results)),
-        "episodes/failed": float(len(results) - len(episodes)),
-        "episodes/grade_errors": float(sum(e.error is not None for e in episodes)),
+        "episodes/failed": float(sum(r.failed for r in results)),
+        "episodes/grade_errors": float(sum(r.failure == UNDECIDED for r in results)),
         "events/complete": float(len(complete)),
         "events/complete_rate": len(complete) / max(len(complete) + len(dropped), 1),
         "events/mean_k": _mean([event.k for event in complete]),
@@ -70,7 +70,7 @@ def row_metrics(
     """What became of every sampled output: the other figures add up to ``rows/sampled``.
 
     trained; zero_advantage: counted but not computed; incomplete: of an event that misses a member;
-    draft: of no event; failed: of an episode without an outcome.
+    draft: of no event; failed: of an episode that failed or whose grade is undecided.
     """
     ended = [r for r in results if r.episode is not None]
     of_events = sum(len(event.members) for r in ended for event in r.episode.events)

@@ -1,15 +1,18 @@
-"""Avg@k, Pass@k, standard errors and costs against hand-computed numbers and enumeration."""
+"""Avg@k, Pass@k, standard errors and costs against hand-computed numbers and enumeration; what an
+evaluation makes of episodes that fail."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envs.workflow import EpisodeFailed, Score, Task
 from srpo_jax.evaluation import (
     BenchmarkResult,
     EpisodeCost,
@@ -23,6 +26,9 @@ from srpo_jax.evaluation import (
     summarise_cost,
     u_tok,
 )
+from srpo_jax.rollout import Rollout
+from srpo_jax.run_evaluation import TrainingFailed, check_failures, evaluate, evaluation_metrics
+from tests.rollout_cases import CONFIG, FakeEngine, Letters, State, TwoTurns, render
 
 CORRECT = np.array([[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=bool)
 
@@ -132,3 +138,91 @@ def test_a_benchmarks_figures():
     # Solved at least once: 1, 0, 1, sample sd sqrt(1/3).
     assert result.passed_error == pytest.approx(math.sqrt(1 / 3) / math.sqrt(3))
     assert result.cost.c_tok == 10
+
+
+def test_nothing_was_measured_where_nothing_was_graded():
+    wrong = np.zeros((3, 4), bool)
+    costs = [[cost(10, 1, 1, 1.0)] * 4] * 3
+    graded = BenchmarkResult(wrong, costs, failed=7, undecided=4)
+    assert (graded.graded, graded.avg, graded.passed, graded.cost.u_tok) == (1, 0.0, 0.0, 0.0)
+    none = BenchmarkResult(wrong, costs, failed=7, undecided=5)
+    figures = (none.avg, none.avg_error, none.passed, none.passed_error, none.cost.u_tok)
+    assert all(map(math.isnan, figures)) and none.cost.c_tok == 10
+    assert math.isnan(macro([1.0, none.avg]))
+
+
+class Graded(TwoTurns):
+    """A draft and three outputs of two events, one tool call, then a reward by the task's prompt:
+    ``right``, ``wrong``, ``undecided``, or ``fails`` (after a second tool call)."""
+
+    async def trouble(self, task, team):
+        await team.tool("look up", str.upper, "x")
+        if task.prompt == "fails":
+            await team.tool("look up", str.upper, "x")
+            await team.draft(State("more"), roles=["a"], render=render)
+            raise EpisodeFailed("retrieval", "no index")
+
+    async def reward(self, task, outcome, team):
+        error = "time limit" if task.prompt == "undecided" else None
+        return await team.tool("grade", Score, float(task.prompt == "right"),
+                               task.prompt == "right", error)  # fmt: skip
+
+
+def evaluated(**benchmarks):
+    """The results of benchmarks of the given prompts, two samples a task."""
+    parts = SimpleNamespace(
+        recipe=SimpleNamespace(
+            evaluation=SimpleNamespace(tasks=None, seed=0, samples=2),
+            rollout=SimpleNamespace(remote=None),
+        ),
+        rollout=Rollout(FakeEngine(), Letters(), Graded()),
+        eval_sampling=CONFIG,
+        benchmarks={
+            name: [Task(f"t{i}", prompt, "4") for i, prompt in enumerate(prompts)]
+            for name, prompts in benchmarks.items()
+        },
+    )
+    return evaluate(parts)
+
+
+def test_what_fails_or_is_undecided_counts_as_wrong_and_apart():
+    results = evaluated(one=["right", "fails", "undecided", "wrong"])
+    result = results["one"]
+    assert result.correct.tolist() == [[True] * 2, [False] * 2, [False] * 2, [False] * 2]
+    assert (result.failed, result.undecided, result.graded) == (2, 2, 4)
+    metrics = evaluation_metrics(results)
+    assert (metrics["eval/one/avg"], metrics["eval/macro/avg"]) == (0.25, 0.25)
+    assert (metrics["eval/one/failed"], metrics["eval/one/undecided"]) == (2, 2)
+
+
+def test_costs_are_those_of_events_also_of_a_failed_episode():
+    result = evaluated(one=["right", "fails"])["one"]
+    (ended, _), (failed, _) = result.costs
+    assert (ended.calls, ended.events, ended.tools) == (3, 2, 1)  # no draft, no grade
+    assert (failed.calls, failed.events, failed.tools) == (2, 1, 2)
+    # Six digits or fewer an output: the request's key in letters.
+    assert 0 < failed.tokens <= 12 and failed.tokens < ended.tokens <= 18
+
+
+def test_a_benchmark_without_a_grade_has_no_average_and_the_macro_none():
+    results = evaluated(fine=["right"], broken=["fails", "undecided"])
+    metrics = evaluation_metrics(results)
+    assert metrics["eval/fine/avg"] == 1.0 and metrics["eval/broken/failed"] == 2
+    for name in ("broken", "macro"):
+        assert math.isnan(metrics[f"eval/{name}/avg"]) and math.isnan(metrics[f"eval/{name}/pass"])
+
+
+def test_an_evaluation_without_any_grade_ends_with_the_first_cause():
+    said = "none of 8 episodes was graded; the first, e0-t0-r0: retrieval: no index"
+    with pytest.raises(TrainingFailed, match=said) as caught:
+        evaluated(one=["fails", "undecided"], two=["fails", "fails"])
+    assert caught.value.exit_code == 1
+
+
+def test_undecided_grades_do_not_end_a_run():
+    results = [SimpleNamespace(failed=False)] * 9 + [
+        SimpleNamespace(failed=True, plan=SimpleNamespace(id="s1-t0-r0"), failure="x", detail="y")
+    ]
+    check_failures(results, 0.1)
+    with pytest.raises(TrainingFailed, match="1 of 10 episodes failed"):
+        check_failures(results, 0.09)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from dataclasses import replace
 
 import pytest
 
 from envs.math import workflow as workflow_module
-from envs.math.grading import Grade
+from envs.math.grading import Grade, default_pool
 from envs.math.parsing import last_boxed, parse_final, parse_route, parse_verdict
 from envs.math.prompts import MathState, Turn, render
 from envs.math.workflow import MathWorkflow
@@ -438,6 +440,26 @@ def test_reward(answer, reward):
     score = asyncio.run(workflow.reward(TASK, outcome, team))
     assert (score.reward, score.correct, score.error) == (reward, reward == 1.0, None)
     assert team.tool_calls == {"grade": 1}
+
+
+def test_grades_that_wait_for_a_process_are_in_no_time_limit(monkeypatch):
+    """Ten grades of 0.1 s a process: the last of them wait for 0.9 s, the limit is 0.5 s."""
+    size = default_pool().size
+    busy = threading.Semaphore(size)
+
+    def slow(response, gold):
+        with busy:
+            time.sleep(0.1)
+        return Grade(True, "9")
+
+    monkeypatch.setattr(workflow_module, "grade", slow)
+    workflow, outcome = MathWorkflow(), Outcome("\\boxed{9}")
+
+    async def grades():
+        teams = [ScriptedTeam([], tool_seconds=0.5) for _ in range(10 * size)]
+        return await asyncio.gather(*(workflow.reward(TASK, outcome, team) for team in teams))
+
+    assert all(score.correct for score in asyncio.run(grades()))
 
 
 def test_a_grade_over_its_limits_is_counted_apart(monkeypatch):

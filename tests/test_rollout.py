@@ -19,6 +19,7 @@ from models.tiny import tiny_config
 from models.tokenizer import ChatTokenizer
 from srpo_jax.engine import Engine, request_key
 from srpo_jax.rollout import Rollout, SamplingConfig, count_failures
+from srpo_jax.step_metrics import rollout_metrics
 from srpo_jax.user_code import UserCodeError
 from tests.make_tiny_tokenizer import TINY
 from tests.rollout_cases import (
@@ -91,11 +92,11 @@ class TestRecords:
             judged = "".join(map(chr, result.episode.events[1].members[0].prompt_ids))
             assert judged == f"judge>{result.plan.task.prompt}{''.join(outputs)}="
 
-    def test_costs_count_drafts_and_no_grades(self, results):
+    def test_costs_count_no_drafts_and_no_grades(self, results):
         for result in results:
-            members = result.team.members.values()
+            members = [m for event in result.episode.events for m in event.members]
             assert result.episode.cost == {
-                "tokens": sum(len(m.response_ids) for m in members), "calls": 4.0, "tools": 0.0,
+                "tokens": sum(len(m.response_ids) for m in members), "calls": 3.0, "tools": 0.0,
                 "prompt_cuts": 0.0,
             }  # fmt: skip
             assert result.episode.info == {"seen": 1.0, "graded": 1.0}
@@ -347,9 +348,18 @@ class TestRewards:
         (result,) = run(TwoTurns(), ["x"])
         assert (result.episode.reward, result.episode.correct) == (0.25, False)
 
-    def test_a_grade_without_a_decision_is_kept_apart(self):
-        (result,) = run(TwoTurns(), ["x"], reward=lambda t, o: Score(0.0, False, error="timeout"))
-        assert result.failure is None and result.episode.error == "timeout"
+    def test_an_episode_whose_grade_is_undecided_is_dropped_apart_from_failures(self):
+        def reward(task, outcome):
+            return Score(0.0, False, error="time limit") if task.prompt == "hard" else 1
+
+        results = run(TwoTurns(), ["x", "hard", "y"], reward=reward)
+        assert [r.failure for r in results] == [None, "undecided", None]
+        hard = results[1]
+        assert (hard.episode, hard.detail, hard.failed) == (None, "time limit", False)
+        assert hard.outcome.response and not count_failures(results)
+        metrics = rollout_metrics(results, [], [])
+        assert metrics["episodes/grade_errors"] == 1 and metrics["episodes/failed"] == 0
+        assert metrics["reward/mean"] == 1.0  # over the scored ones
 
     def test_a_reward_that_raises_drops_the_episode(self):
         def reward(task, outcome):

@@ -107,11 +107,11 @@ class GraderPool:
     _START_SECONDS = 60.0
 
     def __init__(self, workers: int | None = None, seconds: float = 1.0, memory_mb: int = 1024):
-        self._size = workers or max(2, min(8, (os.cpu_count() or 2) // 2))
+        self.size = workers or max(2, min(8, (os.cpu_count() or 2) // 2))
         self._command = [sys.executable, "-m", "envs.math.worker", str(seconds), str(memory_mb)]
         self._wall = max(self._WALL_SECONDS, 10 * seconds)
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
-        for _ in range(self._size):
+        for _ in range(self.size):
             self._idle.put(None)  # a place whose process is not started yet
         self._lock = threading.Lock()
         self._closed = False

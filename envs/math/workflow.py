@@ -21,15 +21,17 @@ What is ours, where the papers leave it open:
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from envs.math.grading import Grade, grade
+from envs.math.grading import Grade, default_pool, grade
 from envs.math.numbers import answer_key
 from envs.math.parsing import STOP, last_boxed, parse_final, parse_route, parse_verdict
 from envs.math.prompts import STYLES, MathState, Turn, render
+from envs.tool_threads import ToolThreads
 from envs.workflow import EpisodeFailed, Outcome, Output, Prompt, Score, Task, Team
 
 _PRESETS: dict[str, dict] = {
@@ -160,10 +162,12 @@ class MathWorkflow:
     async def reward(self, task: Task, outcome: Outcome, team: Team) -> Score:
         """1 if the scored answer equals a gold answer, else 0.
 
-        A grade that hits a limit is 0 with ``error`` set. Raises EpisodeFailed("grader") when the
-        grader itself breaks.
+        A grade that hits a limit has ``error`` set: it is undecided. Raises EpisodeFailed("grader")
+        when the grader itself breaks.
         """
-        result: Grade = await team.tool("grade", grade, outcome.response, task.answers)
+        result: Grade = await team.tool(
+            "grade", grade, outcome.response, task.answers, threads=_grading_threads()
+        )
         if result.error is not None and result.error.startswith("crash"):
             raise EpisodeFailed("grader", result.error)
         return Score(reward=float(result.correct), correct=result.correct, error=result.error)
@@ -215,6 +219,12 @@ class MathWorkflow:
         if parse(output.text) is None:
             team.malformed(output, "final line" if type_ == "aggregate" else "box")
         return state
+
+
+@functools.cache
+def _grading_threads() -> ToolThreads:
+    """As many as there are grading processes: the time of a grade is not that of others'."""
+    return ToolThreads(default_pool().size)
 
 
 def scored_response(state: MathState) -> str:
