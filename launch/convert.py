@@ -7,6 +7,7 @@ saved: a run's folder (its latest checkpoint), its "best" folder, or one step of
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from launch.cli import Parser, entry
 
@@ -19,10 +20,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("direction", choices=("to-flax", "to-hf"))
     parser.add_argument("source", help="a folder; for to-flax also a hub name (Qwen/Qwen3-4B)")
     parser.add_argument("target", help="a new or empty folder")
-    parser.add_argument("--dtype", choices=DTYPES, help="cast to this; by default nothing is cast")
+    parser.add_argument(
+        "--dtype", choices=DTYPES,
+        help="of the files; by default nothing is cast, but for what training saved: it gets the "
+        "recipe's model.export_dtype, or each tensor's dtype in the checkpoint the run began with",
+    )  # fmt: skip
     parser.add_argument("--revision", help="branch, tag or commit of a hub name")
     args = parser.parse_args(argv)
 
+    from models.checkpoint_files import read_config
     from models.convert import load_hf, save_hf
     from models.flax_folder import load_flax, load_params, save_flax
     from models.hub import resolve_checkpoint
@@ -36,11 +42,13 @@ def main(argv: list[str] | None = None) -> int:
         if run is None:
             tokenizer_from = Path(args.source)
             model, _ = load_flax(args.source, dtype=args.dtype)
+            dtype = args.dtype
         else:
-            tokenizer_from, config = _starting_point(run)
-            model = load_params(step, config, dtype=args.dtype)
+            tokenizer_from, dtype = _starting_point(run)
+            dtype = args.dtype or dtype
+            model = load_params(step, read_config(tokenizer_from))
             print(f"read {step}")
-        save_hf(model, args.target, tokenizer_from=tokenizer_from)
+        save_hf(model, args.target, tokenizer_from=tokenizer_from, dtype=dtype)
     print(f"wrote {args.target}: {model.config.model_type}, {model.config.num_layers} layers")
     return 0
 
@@ -55,24 +63,29 @@ def find_training_checkpoint(source: Path) -> tuple[Path | None, Path]:
         if not (run / "recipe.yaml").is_file():
             continue
         store = source / "checkpoints" if run == source else source
-        if store.name.isdigit():
+        if store.name.isdecimal():
             return run, store
-        steps = [path for path in store.glob("*") if path.name.isdigit()]
+        steps = [path for path in store.glob("*") if path.name.isdecimal()]
         if not steps:
             raise FileNotFoundError(f"{store}: holds no checkpoint")
         return run, max(steps, key=lambda path: int(path.name))
     return None, source
 
 
-def _starting_point(run: Path):
-    """The checkpoint folder that a run started from, and its architecture."""
-    from models.checkpoint_files import read_config
-    from models.hub import resolve_checkpoint
-    from srpo_jax.yaml_reading import read_yaml
+def _starting_point(run: Path) -> tuple[Path, Any]:
+    """The checkpoint folder that a run started from, and the dtype or dtypes of an export.
 
-    model = read_yaml(run / "recipe.yaml")["model"]
-    folder = resolve_checkpoint(model["path"], revision=model["revision"])
-    return folder, read_config(folder)
+    Raises RecipeError for a recipe.yaml that no run wrote.
+    """
+    from models.checkpoint_files import stored_dtypes
+    from models.hub import resolve_checkpoint
+    from srpo_jax.yaml_reading import RecipeError, read_yaml
+
+    model = read_yaml(run / "recipe.yaml").get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("path"), str):
+        raise RecipeError(f"{run / 'recipe.yaml'}: not the recipe of a run (no model.path)")
+    folder = resolve_checkpoint(model["path"], revision=model.get("revision"))
+    return folder, model.get("export_dtype") or stored_dtypes(folder)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Tensors are memory-mapped and written one at a time, so neither direction holds 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -36,8 +35,6 @@ SIDE_FILES = (
     "generation_config.json",
 )  # fmt: skip
 GGUF = "a GGUF file, which is not read here: a folder with config.json and safetensors is due"
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint, from the files' headers alone.
 
     With an index, the index decides which file each tensor comes from; other safetensors files are
-    ignored with a warning. Without one, ``model.safetensors`` is read.
+    ignored. Without one, ``model.safetensors`` is read.
 
     Raises:
       CheckpointError: no safetensors, a missing shard, a tensor that the index and its file
@@ -151,21 +148,21 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
     """
     present = {path.name for path in folder.glob("*.safetensors")}
     if os.path.lexists(folder / INDEX_NAME):
-        tensors = _list_indexed(folder)
-    elif SINGLE_NAME in present:
-        tensors = read_header(folder / SINGLE_NAME)
-    elif present:
+        return _list_indexed(folder)
+    if SINGLE_NAME in present:
+        return read_header(folder / SINGLE_NAME)
+    if present:
         raise CheckpointError(
             f"{folder}: neither {INDEX_NAME} nor {SINGLE_NAME}, only {', '.join(sorted(present))}"
         )
-    else:
-        found = sorted(path.name for path in folder.glob("*.bin"))
-        hint = f"; {', '.join(found)} must be converted to safetensors first" if found else ""
-        raise CheckpointError(f"{folder}: no safetensors file{hint}")
-    ignored = present - {tensor.file.name for tensor in tensors.values()}
-    if ignored:
-        logger.warning("%s: not part of the checkpoint, ignored: %s", folder, sorted(ignored))
-    return tensors
+    found = sorted(path.name for path in folder.glob("*.bin"))
+    hint = f"; {', '.join(found)} must be converted to safetensors first" if found else ""
+    raise CheckpointError(f"{folder}: no safetensors file{hint}")
+
+
+def stored_dtypes(folder: Path) -> dict[str, np.dtype]:
+    """The dtype of every tensor of a checkpoint, by name. Raises CheckpointError."""
+    return {name: tensor.dtype for name, tensor in list_tensors(folder).items()}
 
 
 def _list_indexed(folder: Path) -> dict[str, StoredTensor]:

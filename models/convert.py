@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,6 +126,9 @@ def load_hf(
     folder = resolve_checkpoint(path_or_hub_name, revision=revision)
     config = load_config(folder)
     tensors = list_tensors(folder)
+    files = {tensor.file.name for tensor in tensors.values()}
+    if ignored := sorted({path.name for path in folder.glob("*.safetensors")} - files):
+        logger.warning("%s: not part of the checkpoint, ignored: %s", folder, ignored)
     if config.tie_embeddings and HEAD in tensors:
         _check_tied_head(folder, tensors.pop(HEAD), tensors.get(EMBEDDING))
 
@@ -164,7 +167,8 @@ def save_hf(
       config: what the folder declares; None: the model's own.
       tokenizer_from: a checkpoint folder whose tokenizer files, generation config and token ids of
         ``config.json`` are copied.
-      dtype: dtype of the files; None keeps each parameter's own.
+      dtype: dtype of the files, or one for each tensor by its name in the files; None, as for a
+        name that is not there, keeps the parameter's own.
       overwrite: an earlier checkpoint at ``path`` is replaced once the new one is complete.
 
     Raises:
@@ -180,8 +184,9 @@ def save_hf(
     tensors = []
     for param_path, source in sources.items():
         array = params[param_path]
-        stored = np.dtype(dtype or array.dtype)
         for layer, name in enumerate(source.names):
+            wanted = dtype.get(name) if isinstance(dtype, Mapping) else dtype
+            stored = np.dtype(array.dtype if wanted is None else wanted)
             read = _tensor_reader(array, layer, source, stored)
             tensors.append(TensorToWrite(name, stored, source.file_shape(array.shape), read))
     unsupported = sorted({str(t.dtype) for t in tensors if t.dtype not in FLOAT_DTYPES.values()})

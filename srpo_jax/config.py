@@ -34,12 +34,17 @@ __all__ = ["Recipe", "RecipeError", "TaskSet", "load_recipe", "parse_recipe"]
 
 
 class ModelConfig(Section):
-    """A checkpoint: a Hugging Face folder or hub name; ``model: some/name`` is short for it."""
+    """A checkpoint: a Hugging Face folder or hub name; ``model: some/name`` is short for it.
+
+    ``dtype`` is that of the computation, ``param_dtype`` of the trained parameters, and
+    ``export_dtype`` of the run's ``model/`` (None: every tensor as the checkpoint has it).
+    """
 
     path: str
     revision: str | None = None
     dtype: Dtype = "float32"
     param_dtype: Dtype = "float32"
+    export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from envs.workflow import Task, Workflow
 from models.attention import attention_on
+from models.checkpoint_files import stored_dtypes
 from models.config import CheckpointError, ModelConfig
 from models.convert import load_config, load_hf, save_hf
 from models.tokenizer import ChatTokenizer
@@ -55,6 +56,7 @@ class Parts:
     grad_norms: list[float] = field(default_factory=list)
     nonfinite: int = 0
     shapes: ShapeMemory = field(default_factory=ShapeMemory)
+    export_dtype: Any = None
 
     def sync(self) -> None:
         """Gives the learner's weights to the engine; the version counts applied updates."""
@@ -79,8 +81,7 @@ class Parts:
         """Writes the current policy as a Hugging Face folder."""
         save_hf(
             self.learner.model(), folder, self.config,
-            tokenizer_from=self.tokenizer.folder, dtype=self.recipe.model.param_dtype,
-            overwrite=True,
+            tokenizer_from=self.tokenizer.folder, dtype=self.export_dtype, overwrite=True,
         )  # fmt: skip
 
 
@@ -158,7 +159,14 @@ def build_parts(
         ),
         learner=learner,
         stream=TaskStream(sets.train, rollout.tasks_per_step, recipe.seed) if train else None,
+        export_dtype=export_dtype(recipe, tokenizer.folder) if train else None,
     )  # fmt: skip
+
+
+def export_dtype(recipe: Recipe, folder: Path) -> str | dict[str, np.dtype]:
+    """The recipe's, else what each tensor has in the checkpoint ``folder``, read before a run that
+    this folder may not outlast."""
+    return recipe.model.export_dtype or stored_dtypes(folder)
 
 
 def learner_settings(recipe: Recipe, vocab_size: int) -> LearnerSettings:

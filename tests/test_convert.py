@@ -24,24 +24,21 @@ from safetensors.numpy import load_file, save_file
 import models.convert
 from launch.convert import main as convert_main
 from models.checkpoint_files import list_tensors
-from models.config import CheckpointError, ModelConfig
-from models.convert import abstract_model, load_hf, parameter_sources, save_hf
+from models.config import CheckpointError
+from models.convert import load_hf, save_hf
 from models.flax_folder import load_flax
 from models.partition import param_spec
 from models.qwen import split_params
 from srpo_jax.checkpoint import Checkpoints
 from srpo_jax.learner import TrainState
+from srpo_jax.yaml_reading import RecipeError
 from tests.make_golden import CASES, GOLDEN
 from tests.make_tiny_tokenizer import TINY
+from tests.test_model_config import CONFIG
 
 ROOT = Path(__file__).parents[1]
 EMBED = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-CONFIG = {
-    "model_type": "qwen3", "vocab_size": 3, "hidden_size": 2, "intermediate_size": 4,
-    "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4,
-    "rms_norm_eps": 1e-6, "max_position_embeddings": 16, "rope_theta": 1e6,
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -329,12 +326,29 @@ def test_command_exports_what_training_saved(run, folder, tmp_path, source, step
     assert (tmp_path / "out/tokenizer.json").exists()
 
 
+@pytest.mark.parametrize(("options", "key", "expected"), [
+    ([], None, "bfloat16"), ([], "float32", "float32"), (["--dtype", "float16"], None, "float16"),
+])  # fmt: skip
+def test_command_exports_in_the_dtype_of_the_starting_point(
+    run, folder, tmp_path, options, key, expected
+):
+    rewrite(folder, lambda t: t.update({n: a.astype(ml_dtypes.bfloat16) for n, a in t.items()}))
+    model = {"path": str(folder), "revision": None, "export_dtype": key}
+    (run / "recipe.yaml").write_text(json.dumps({"model": model}))
+    assert convert_main(["to-hf", str(run), str(tmp_path / "out"), *options]) == 0
+    exported = load_file(tmp_path / "out/model.safetensors")
+    assert {str(value.dtype) for value in exported.values()} == {expected}
+
+
 def test_command_says_what_is_no_checkpoint(run, tmp_path):
     shutil.rmtree(run / "best")
     with pytest.raises(FileNotFoundError, match="best: holds no checkpoint"):
         convert_main(["to-hf", str(run / "best"), str(tmp_path / "out")])
     with pytest.raises(CheckpointError, match="7: not an Orbax checkpoint with params"):
         convert_main(["to-hf", str(run / "checkpoints/7"), str(tmp_path / "out")])
+    (run / "recipe.yaml").write_text("model: x")
+    with pytest.raises(RecipeError, match=r"recipe\.yaml: not the recipe of a run"):
+        convert_main(["to-hf", str(run), str(tmp_path / "out")])
 
 
 # ---------------------------------------------------------------------------- tied and untied
@@ -512,80 +526,3 @@ def test_folders_without_safetensors(folder):
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config\.json: file not found"):
         load_hf(folder, dtype=jnp.float32)
-
-
-# ------------------------------------------------------------------------------------ config
-
-
-@pytest.mark.parametrize("rope", [
-    {"rope_theta": 1000000.0},
-    {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
-    {"rope_scaling": None, "rope_theta": 1000000},
-])  # fmt: skip
-def test_rope_theta_wherever_it_is(rope):
-    config = ModelConfig.from_hf(CONFIG | rope)
-    np.testing.assert_allclose(config.inverse_frequencies(), [1.0, 0.001], rtol=1e-6)
-
-
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"rope_theta": None}, "rope_theta missing"),
-    ({"rope_parameters": {"rope_theta": 1e4}}, "rope_theta contradicts itself"),
-    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "'yarn' is not supported"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
-    ({"use_sliding_window": True}, "use_sliding_window"),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-    ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-    ({"attention_bias": True}, "attention_bias of qwen3"),
-    ({"head_dim": None}, "head_dim missing"),
-    ({"head_dim": 3}, "head_dim must be even"),
-    ({"num_key_value_heads": 2}, "not a multiple"),
-    ({"rms_norm_eps": None}, "rms_norm_eps missing"),
-    ({"model_type": "qwen3_moe"}, "'qwen3_moe' is not one of qwen2, qwen3, llama"),
-    ({"model_type": None}, "is not one of qwen2, qwen3, llama"),
-])  # fmt: skip
-def test_unsupported_configs_are_refused(fields, message):
-    with pytest.raises(CheckpointError, match=message):
-        ModelConfig.from_hf(CONFIG | fields)
-
-
-PUBLISHED = {
-    "Qwen2.5-3B": ({
-        "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 2048,
-        "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
-        "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-        "max_position_embeddings": 32768, "tie_word_embeddings": True, "hidden_act": "silu",
-        "sliding_window": 32768, "max_window_layers": 70, "use_sliding_window": False,
-    }, 3.09e9),
-    "Qwen3-8B": ({
-        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096,
-        "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000,
-        "max_position_embeddings": 40960, "tie_word_embeddings": False, "hidden_act": "silu",
-        "rope_scaling": None, "attention_bias": False, "use_sliding_window": False,
-    }, 8.19e9),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_sizes(name):
-    """Parameter counts of the shapes, against those that the model cards state."""
-    hf, expected = PUBLISHED[name]
-    config = ModelConfig.from_hf(hf)
-    _, state = abstract_model(config)
-    assert state.keys() == parameter_sources(config).keys()
-    count = sum(np.prod(param.shape, dtype=np.int64) for param in state.values())
-    assert abs(count - expected) < 0.005e9
-    assert (("lm_head", "kernel") in state) != hf["tie_word_embeddings"]
-
-
-def test_an_unused_sliding_window_is_accepted():
-    config = ModelConfig.from_hf(CONFIG | {"sliding_window": 4096, "use_sliding_window": False})
-    assert config.head_dim == 4 and config.qk_norm and not config.qkv_bias
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_config_round_trip(name):
-    hf = json.loads((GOLDEN / name / "config.json").read_text())
-    config = ModelConfig.from_hf(hf)
-    assert ModelConfig.from_hf(config.to_hf()) == config
-    assert config.model_type == hf["model_type"]

@@ -20,7 +20,7 @@ import models.checkpoint_files
 from launch.cli import exit_code
 from launch.convert import main as convert_main
 from models.checkpoint_files import read_config
-from models.config import MAX_SIZE, CheckpointError, ModelConfig
+from models.config import MAX_SIZE, CheckpointError
 from models.convert import abstract_model, load_hf, save_hf
 from models.flax_folder import load_flax
 from models.gguf_reader import read_gguf
@@ -29,7 +29,7 @@ from models.known_configs import find_architecture
 from models.tokenizer import ChatTokenizer
 from tests.make_golden import GOLDEN
 from tests.make_tiny_tokenizer import TINY
-from tests.test_convert import CONFIG, change_config, shard
+from tests.test_convert import change_config, shard
 
 ROOT = Path(__file__).parents[1]
 POINTER = (
@@ -254,71 +254,7 @@ def test_a_damaged_array_of_a_flax_folder(folder, tmp_path):
     assert said.startswith(f"{tmp_path}/flax/state: ")
 
 
-# ---- absurd configs ------------------------------------------------------------------------------
-
-SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("value", [-1, 0, 2.0, 1e300, "8", True, [8], {}, 10**30, 10**4000])
-@pytest.mark.parametrize("key", SIZES)
-def test_sizes_that_are_none(key, value):
-    said = refusal(ModelConfig.from_hf, CONFIG | {key: value})
-    assert said.startswith(f"{key}: a whole number from 1 to ") and len(said) < 200
-
-
-@pytest.mark.parametrize("key", [key for key in SIZES if key != "head_dim"])
-def test_sizes_that_are_missing(key):
-    assert refusal(ModelConfig.from_hf, CONFIG | {key: None}) == f"{key} missing"
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"rms_norm_eps": 0}, "rms_norm_eps: a positive number is due, got 0"),
-        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps: a positive number is due, got '1e-6'"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: a positive number is due, got nan"),
-        ({"rope_theta": float("inf")}, "rope_theta: a positive number is due, got inf"),
-        ({"rope_theta": -1e6}, "rope_theta: a positive number is due"),
-        ({"rope_theta": 10**400}, "rope_theta: a positive number is due"),
-        ({"rope_theta": [1e6]}, "rope_theta: a positive number is due"),
-        ({"rope_scaling": ["yarn"]}, "rope_scaling: an object is due, got ['yarn']"),
-        ({"rope_parameters": 3}, "rope_parameters: an object is due, got 3"),
-        ({"rope_scaling": {"rope_type": ["yarn"]}}, "rope_scaling of type ['yarn']"),
-        ({"model_type": ["qwen3"]}, "model_type ['qwen3'] is not one of"),
-        ({"model_type": {"a": "b"}}, "is not one of"),
-        ({"model_type": "qwen33"}, "did you mean qwen3?"),
-        ({"tie_word_embeddings": "false"}, "tie_word_embeddings: true or false is due"),
-        ({"use_sliding_window": 1}, "use_sliding_window: true or false is due"),
-        ({"layer_types": "full_attention"}, "layer_types: a list is due"),
-        ({"layer_types": [["full_attention"]]}, "layer_types: ['full_attention'] is not"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "'sliding_attention' is not"),
-        ({"hidden_act": ["silu"]}, "hidden_act ['silu'] is not silu"),
-        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "is not a multiple of"),
-        (
-            {"model_type": "qwen2", "head_dim": None, "hidden_size": 7, "num_attention_heads": 2},
-            "hidden_size (7) is not a multiple of num_attention_heads (2)",
-        ),
-        ({"use_sliding_window": True, "max_window_layers": 0}, "use_sliding_window"),
-    ],
-)
-def test_values_that_mean_nothing(fields, message):
-    assert message in refusal(ModelConfig.from_hf, CONFIG | fields)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"sliding_window": 131072, "max_window_layers": 28, "use_sliding_window": False},
-        # In transformers the layers from max_window_layers on slide: there are none.
-        {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 4096},
-        {"layer_types": ["full_attention"]},
-    ],
-)
-def test_windows_that_no_layer_has_are_accepted(fields):
-    assert ModelConfig.from_hf(CONFIG | fields).num_layers == 1
+# ---- foreign JSON and tokenizers -----------------------------------------------------------------
 
 
 def test_the_largest_sizes_do_not_fill_the_memory(folder):
@@ -355,9 +291,6 @@ def test_json_files_that_hold_something_else(folder, name, content, message):
 def load_flax_of(folder):
     (folder / "state").mkdir(exist_ok=True)
     load_flax(folder)
-
-
-# ---- tokenizers ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

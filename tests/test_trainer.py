@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from rich.console import Console
+from safetensors.numpy import load_file, save_file
 
 from envs.workflow import Cut, Outcome, Prompt, Score, Task
 from models.convert import load_hf
@@ -440,6 +441,25 @@ def test_a_run_of_no_steps_evaluates_and_exports(tmp_path):
     (row,) = read_metrics(tmp_path / "run")
     assert row["step"] == 0 and "eval/macro/avg" in row
     assert bit_equal(params_of(tmp_path / "run" / "model"), params_of(tmp_path / "checkpoint"))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected", "norm"),
+    [(None, "bfloat16", "float32"), ("float32", "float32", "float32"), ("float16",) * 3],
+)
+def test_the_model_is_exported_in_the_checkpoints_own_dtypes(tmp_path, wanted, expected, norm):
+    """Most tensors of the checkpoint are bfloat16, one is not; trained is in float32."""
+    recipe = tiny_recipe(
+        tmp_path, "trainer.steps=0", "evaluation.every=0", f"model.export_dtype={wanted or 'null'}"
+    )
+    path = tmp_path / "checkpoint" / "model.safetensors"
+    tensors = {name: a.astype("bfloat16") for name, a in load_file(path).items()}
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype("float32")
+    save_file(tensors, path)
+    assert run(recipe, reward=noisy_reward) == trainer.DONE
+    exported = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    dtypes = {name: str(a.dtype) for name, a in exported.items()}
+    assert dtypes.pop("model.norm.weight") == norm and set(dtypes.values()) == {expected}
 
 
 def test_rows_never_exceed_the_prompt_and_response_limits(tmp_path):
