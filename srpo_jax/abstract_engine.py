@@ -43,10 +43,10 @@ class AbstractEngine:
     cache: int
 
     def compile(self) -> dict[str, ProgramReport]:
-        """Compiles both programs, sampling without truncation. Raises OutOfMemory."""
+        """Compiles both programs. Raises OutOfMemory."""
         programs = self.programs
         arguments = programs.weights, programs.state
-        decode = programs.decode.lower(*arguments, programs.plan, truncated=False, top=False)
+        decode = programs.decode.lower(*arguments, programs.plan, top=False)
         return {
             "prefill": compiled_report(
                 "prefill", programs.prefill.lower(*arguments, programs.pages)

@@ -428,7 +428,13 @@ class TestSlots:
         assert warm > 0
         rng = np.random.default_rng(0)
         requests = [
-            new_request(i, int(rng.integers(1, LONGEST + 1)), int(rng.integers(1, 9)))
+            new_request(
+                i,
+                int(rng.integers(1, LONGEST + 1)),
+                int(rng.integers(1, 9)),
+                top_p=0.9 if i % 50 == 7 else 1.0,
+                top_k=5 if i % 50 == 9 else 0,
+            )
             for i in range(500)
         ]
         done = engine.run(requests)

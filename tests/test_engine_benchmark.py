@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import engine, engine_work
+from benchmarks import engine, engine_work, sampling
 from benchmarks.engine import OURS
 from benchmarks.ours_engine import KV_BYTES, limit
 from benchmarks.peer_environments import PeerError
@@ -59,3 +59,10 @@ def test_a_program_that_fails(tmp_path, body, said):
     program.chmod(0o755)
     with pytest.raises(PeerError, match=said):
         engine.run_program("tunix", program, 1)
+
+
+def test_the_figures_of_a_decode_step(capsys):
+    shape = ["--model", "assets/tiny_team", "--rows", "2", "--steps", "2", "--pairs", "1"]
+    assert sampling.main(shape) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["ratio"] == pytest.approx(found["top_p_ms"] / found["plain_ms"], rel=0.05)

@@ -40,7 +40,7 @@ class EnginePrograms(NamedTuple):
     prepare    (params) -> Weights
     new_state  () -> EngineState
     prefill    (weights, state, pages) -> state
-    decode     (weights, state, plan, truncated=, top=) -> (state, burst)
+    decode     (weights, state, plan, top=) -> (state, burst)
     weights, state, pages, plan: ShapeDtypeStructs of the arguments, where they lie on the mesh
     """
 

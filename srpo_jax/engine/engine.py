@@ -201,7 +201,6 @@ class Engine:
         ]
         self._state, burst = self._decode(
             self._weights, self._state, joined(plans),
-            truncated=any(r.request.truncated for r in running),
             top=any(r.request.top_logps for r in running),
         )  # fmt: skip
         # The device is busy: what comes next is looked up and queued behind the burst.

@@ -181,7 +181,6 @@ def decode(
     axis: str | None,
     vocab_size: int,
     stop_ids: tuple[int, ...],
-    truncated: bool,
     top: bool,
 ) -> tuple[EngineState, Burst]:
     """Admits the plan's requests and draws up to ``steps`` tokens for every active slot.
@@ -208,6 +207,8 @@ def decode(
     def step(carry):
         n, state, burst = carry
         slots, room = state.slots, state.room
+        active = slots.active
+        cuts = active & ~greedy  # a slot that is free keeps the settings of its last request
         x = embed(weights, slots.last, axis)
         rope = rope_tables(config, slots.prompt + slots.drawn, x.dtype)
         block = jnp.minimum(slots.drawn // size, plan.own.shape[1] - 1)
@@ -229,12 +230,10 @@ def decode(
             logits,
             uniforms,
             greedy,
-            sampling.top_p,
-            sampling.top_k,
-            truncated=truncated,
-            axis=axis,
+            jnp.where(cuts, sampling.top_p, 1.0),
+            jnp.where(cuts, sampling.top_k, 0),
+            axis,
         )
-        active = slots.active
         burst = burst._replace(
             tokens=burst.tokens.at[:, n].set(tokens),
             logps=burst.logps.at[:, n].set(logps),
@@ -278,8 +277,8 @@ def compiled_programs(
     stop_ids: tuple[int, ...],
     steps: int,
 ) -> tuple[Any, Any]:
-    """(prefill, decode) jitted over the mesh, the state donated; ``truncated`` and ``top`` stay
-    arguments. Of ``weights`` and ``state`` only the structure is read."""
+    """(prefill, decode) jitted over the mesh, the state donated; ``top`` stays an argument. Of
+    ``weights`` and ``state`` only the structure is read."""
     axis = TENSOR if mesh.shape[TENSOR] > 1 else None
     where, each = state_specs(state), P(REPLICA)
     common = {"config": config, "attention": attention, "axis": axis}
@@ -291,14 +290,13 @@ def compiled_programs(
             check_vma=False,
         )  # fmt: skip
 
-    def decode_all(weights, state, plan, *, truncated, top):
+    def decode_all(weights, state, plan, *, top):
         program = functools.partial(
-            decode, steps=steps, vocab_size=vocab_size, stop_ids=stop_ids, truncated=truncated,
-            top=top, **common,
+            decode, steps=steps, vocab_size=vocab_size, stop_ids=stop_ids, top=top, **common,
         )  # fmt: skip
         return mapped(program, (where, each))(weights, state, plan)
 
     return (
         jax.jit(mapped(functools.partial(prefill, **common), where), donate_argnums=1),
-        jax.jit(decode_all, donate_argnums=1, static_argnames=("truncated", "top")),
+        jax.jit(decode_all, donate_argnums=1, static_argnames="top"),
     )

@@ -40,10 +40,6 @@ class Request:
     stop_strings: tuple[str, ...] = ()
     top_logps: int = 0
 
-    @property
-    def truncated(self) -> bool:
-        return self.top_p < 1.0 or self.top_k > 0
-
 
 TOP_LOGPS = 20  # the most that a request can ask for: one program serves every number
 
