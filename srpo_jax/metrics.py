@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import operator
-import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zstandard
+
+from srpo_jax.files import naming, write_whole
 
 METRICS_FILE = "metrics.jsonl"
 EPISODES_FOLDER = "episodes"
@@ -27,26 +29,19 @@ class MetricLogger:
     def __init__(self, run_dir: str | Path):
         self._dir = Path(run_dir)
         self._dir.mkdir(parents=True, exist_ok=True)
-        self._writer: Any = None
+        self._events: _EventFile | None = None
         self._purge_step: int | None = None
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes a step's metrics: Python numbers, or numpy and jax scalars."""
-        row = {"step": step} | {name: _number(value) for name, value in metrics.items()}
-        with open(self._dir / METRICS_FILE, "a", encoding="utf-8") as file:
+        """Writes a step's metrics: Python numbers, or numpy and jax scalars. Raises OSError that
+        names the file."""
+        row = {"step": step} | plain_row(metrics)
+        path = self._dir / METRICS_FILE
+        with naming(path), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-        if self._writer is None:
-            from tensorboardX import SummaryWriter
-
-            # Event files are named by the second; the suffix keeps a quick resume's file apart.
-            self._writer = SummaryWriter(
-                str(self._dir / "tb"),
-                purge_step=self._purge_step,
-                filename_suffix=f".{self._purge_step or 0}",
-            )
-        for name, value in row.items():
-            if name != "step" and value is not None:
-                self._writer.add_scalar(name, value, step)
+        if self._events is None:
+            self._events = _EventFile(self._dir / "tb", self._purge_step)
+        self._events.add(step, row)
 
     def truncate_to(self, step: int) -> None:
         """Drops what was logged after ``step``: a resumed run writes those steps again."""
@@ -54,13 +49,47 @@ class MetricLogger:
         path = self._dir / METRICS_FILE
         if path.exists():
             rows = [row for row in read_metrics(self._dir) if row["step"] <= step]
-            _replace(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+            write_whole(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
         self._purge_step = step + 1
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        events, self._events = self._events, None
+        if events is not None:
+            events.close()
+
+
+class _EventFile:
+    """A TensorBoard event file. tensorboardX's own SummaryWriter writes in a thread, where a full
+    disk ends the thread and then, its queue full, stops the run without a word."""
+
+    def __init__(self, folder: Path, purge_step: int | None):
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        self._folder, self._event = folder, Event
+        with naming(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            # Files are named by the second; the suffix keeps a quick resume's file apart.
+            self._file = EventsWriter(str(folder / "events"), f".{purge_step or 0}")
+        if purge_step is not None:  # hides what an earlier file has from this step on
+            start = SessionLog(status=SessionLog.START)
+            self._file.write_event(Event(step=purge_step, session_log=start))
+
+    def add(self, step: int, row: Mapping[str, int | float | None]) -> None:
+        from tensorboardX.summary import scalar
+
+        with naming(self._folder):
+            for name, value in row.items():
+                if name != "step" and value is not None:
+                    summary = scalar(name, value)
+                    self._file.write_event(
+                        self._event(wall_time=time.time(), step=step, summary=summary)
+                    )
+            self._file.flush()
+
+    def close(self) -> None:
+        with naming(self._folder):
+            self._file.close()
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
@@ -92,7 +121,7 @@ class EpisodeWriter:
         text = "".join(json.dumps(episode, ensure_ascii=False) + "\n" for episode in episodes)
         path = self._dir / f"step_{step:06d}.jsonl.zst"
         # A lone surrogate (half a character in a model's output) has no UTF-8 form of its own.
-        _replace(path, zstandard.compress(text.encode("utf-8", errors="backslashreplace")))
+        write_whole(path, zstandard.compress(text.encode("utf-8", errors="backslashreplace")))
         return path
 
     def truncate_to(self, step: int) -> None:
@@ -130,7 +159,7 @@ def write_verdicts(run_dir: str | Path, step: int, verdicts: Mapping[str, np.nda
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step:06d}.json"
     rows = {name: np.asarray(array, int).tolist() for name, array in verdicts.items()}
-    _replace(path, json.dumps(rows).encode())
+    write_whole(path, json.dumps(rows).encode())
     return path
 
 
@@ -155,16 +184,16 @@ def _lines(path: Path) -> list[str]:
     return data.decode("utf-8").split("\n")[:-1]
 
 
+def plain_row(metrics: Mapping[str, Any]) -> dict[str, int | float | None]:
+    """Metrics as JSON has them: NaN and infinity are None."""
+    return {name: _number(value) for name, value in metrics.items()}
+
+
 def _number(value: Any) -> int | float | None:
+    if value is None:
+        return None
     try:
         return operator.index(value)
     except TypeError:
         number = float(value)
         return number if math.isfinite(number) else None
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Writes a file so that a kill leaves the old one or the new one."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(data)
-    os.replace(partial, path)

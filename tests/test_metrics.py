@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tensorboardX.proto.event_pb2 import Event
 
 from srpo_jax.metrics import (
     EpisodeWriter,
@@ -25,7 +27,7 @@ def test_floats_read_back_to_the_same_bits(tmp_path_factory, value):
     folder = tmp_path_factory.mktemp("run")
     path = folder / "metrics.jsonl"
     logger = MetricLogger(folder)
-    logger._writer = Silent()
+    logger._events = Silent()
     logger.log(3, {"x": value, "f32": np.float32(0.1)})
     row = read_metrics(folder)[0]
     assert math.copysign(1, row["x"]) == math.copysign(1, value) and row["x"] == value
@@ -34,9 +36,9 @@ def test_floats_read_back_to_the_same_bits(tmp_path_factory, value):
 
 
 class Silent:
-    """Stands for the TensorBoard writer where a test looks at the rows alone."""
+    """Stands for the TensorBoard file where a test looks at the rows alone."""
 
-    def add_scalar(self, *args):
+    def add(self, *args):
         pass
 
 
@@ -72,18 +74,58 @@ def test_resume_cuts_back_and_goes_on(tmp_path):
     assert len(list((tmp_path / "tb").glob("events.*"))) == 2
 
 
-def test_tensorboard_is_told_where_the_resumed_run_starts(tmp_path, monkeypatch):
-    made = []
+def test_tensorboard_reads_the_figures_and_where_a_resumed_run_starts(tmp_path):
+    for purge, value in ((None, 0.5), (7, 0.25)):
+        logger = MetricLogger(tmp_path)
+        if purge is not None:
+            logger.truncate_to(purge)
+        logger.log(8, {"x": value, "lost": float("nan")})
+        logger.close()
+    first, second = sorted((tmp_path / "tb").iterdir(), key=lambda path: path.suffix)
+    assert (first.suffix, second.suffix) == (".0", ".8")
+    assert events_of(first) == [("version", 0), ("x", 8, 0.5)]
+    assert events_of(second) == [("version", 0), ("start", 8), ("x", 8, 0.25)]
 
-    class Writer(Silent):
-        def __init__(self, folder, *, purge_step, filename_suffix):
-            made.append(purge_step)
 
-    monkeypatch.setattr("tensorboardX.SummaryWriter", Writer)
-    logger = MetricLogger(tmp_path)
-    logger.truncate_to(7)
-    logger.log(8, {"x": 1})
-    assert made == [8]
+def events_of(path):
+    """What an event file holds, record by record: length, its checksum, data, its checksum."""
+    data, found = path.read_bytes(), []
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        event = Event.FromString(data[12 : 12 + size])
+        data = data[16 + size :]
+        if event.HasField("file_version"):
+            found.append(("version", event.step))
+        elif event.HasField("session_log"):
+            found.append(("start", event.step))
+        else:
+            (value,) = event.summary.value
+            found.append((value.tag, event.step, value.simple_value))
+    return found
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "tb"])
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, name, monkeypatch):
+    full = open("/dev/full", "wb", buffering=0)
+    if name == "tb":
+        monkeypatch.setattr("tensorboardX.record_writer.open_file", lambda path: full)
+    else:
+        (tmp_path / name).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as caught:
+        MetricLogger(tmp_path).log(1, {"x": 1})
+    assert caught.value.filename == str(tmp_path / name)
+
+
+def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(tmp_path, monkeypatch):
+    EpisodeWriter(tmp_path).write(1, [episode("a")])
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match=r"No space left.*step_000001"):
+        EpisodeWriter(tmp_path).write(1, [episode("b")])
+    assert [e["id"] for e in read_episodes(tmp_path, 1)] == ["a"]
 
 
 def test_metrics_of_no_run(tmp_path):
