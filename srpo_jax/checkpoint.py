@@ -5,27 +5,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from srpo_jax.files import write_json
+
+CHECKSUMS = "checksums.json"  # beside the files of each checkpoint
+DAMAGED = ".damaged"  # the suffix of a checkpoint that was put aside
+
+
+class CheckpointFailed(RuntimeError):
+    """A checkpoint could not be written, or none can be read; one line that names it."""
+
+    exit_code = 1
+
+
+class DamagedCheckpoint(Exception):
+    """A checkpoint whose files are not those that were written; one line that names the file."""
+
 
 class Checkpoints:
     """Saves ``state`` pytrees by step under ``folder`` and keeps the newest ``keep``.
 
-    Saving is asynchronous; a checkpoint that a kill cut short is never seen again.
+    Saving is asynchronous; a checkpoint that a kill cut short is never seen again. A save that
+    failed is raised by the next call, as CheckpointFailed.
     """
 
     def __init__(self, folder: str | Path, keep: int):
-        self._folder = Path(folder).absolute()
+        self._folder, self._keep = Path(folder).absolute(), keep
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._checkpointer = ocp.training.Checkpointer(
+        self._checkpointer = self._open()
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._saving: tuple[int, Future[None]] | None = None
+
+    def _open(self) -> ocp.training.Checkpointer:
+        return ocp.training.Checkpointer(
             self._folder,
             save_decision_policy=ocp.training.save_decision_policies.AnySavePolicy([]),
-            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+            preservation_policy=ocp.training.preservation_policies.LatestN(self._keep),
             cleanup_tmp_directories=True,
         )
 
@@ -37,23 +62,133 @@ class Checkpoints:
 
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
         """Starts saving ``state`` under ``step``; ``meta`` is a small JSON-able record."""
-        self._checkpointer.save_async(step, state, force=True, overwrite=True, custom_metadata=meta)
+        self.wait()
+        with self._saved_as(step):
+            response = self._checkpointer.save_async(
+                step, state, force=True, overwrite=True, custom_metadata=meta
+            )
+        self._saving = step, self._thread.submit(self._finish, step, response)
+
+    def _finish(self, step: int, response: Any) -> None:
+        response.result()  # frees the save's own thread and event loop too
+        folder = self._folder / str(step)
+        write_json(folder / CHECKSUMS, checksums(folder))
+
+    def wait(self) -> None:
+        """Waits for what is being saved. Raises CheckpointFailed."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            step, future = saving
+            with self._saved_as(step):
+                future.result()
+
+    @contextlib.contextmanager
+    def _saved_as(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # Orbax and TensorStore have no class of their own for these
+            raise CheckpointFailed(
+                f"{self._folder / str(step)}: this checkpoint could not be saved: "
+                f"{_short(error)}; the ones before it are there"
+            ) from error
 
     def load(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """The state of ``step`` with the shapes, dtypes and shardings of ``like``, and its meta."""
+        """The state of ``step`` with the shapes, dtypes and shardings of ``like``, and its meta.
+
+        Raises DamagedCheckpoint where a file's checksum is not the one written with it. One without
+        checksums (killed right after its save, or of an older version) is damaged if it does not
+        load.
+        """
+        self.wait()
+        folder = self._folder / str(step)
+        checked = verify(folder)
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
         )
-        state = self._checkpointer.load(step, abstract)
-        return state, dict(self._checkpointer.metadata(step).custom_metadata or {})
+        try:
+            state = self._checkpointer.load(step, abstract)
+            return state, dict(self._checkpointer.metadata(step).custom_metadata or {})
+        except Exception as error:
+            if checked:
+                raise
+            raise DamagedCheckpoint(f"{folder}: cannot be read: {_short(error)}") from error
+
+    def load_newest(
+        self, like: Any, on_damage: Callable[[str], None]
+    ) -> tuple[int, Any, dict[str, Any]] | None:
+        """The newest good checkpoint as (step, state, meta); None if nothing was ever saved.
+
+        ``on_damage`` is told of each newer one that is damaged, which is put aside. Raises
+        CheckpointFailed where all are.
+        """
+        while (step := self.latest) is not None:
+            try:
+                return step, *self.load(step, like)
+            except DamagedCheckpoint as error:
+                aside = self._put_aside(step)
+                on_damage(f"{error}; it is now {aside.name}, and the one before it is used")
+        if damaged := sorted(self._folder.glob(f"*{DAMAGED}")):
+            names = ", ".join(path.name for path in damaged)
+            raise CheckpointFailed(
+                f"{self._folder}: no good checkpoint is left ({names}); remove "
+                f"{self._folder.parent} to start over"
+            )
+        return None
+
+    def _put_aside(self, step: int) -> Path:
+        """Renames a step, so that it counts neither as the newest nor among those kept."""
+        aside = self._folder / f"{step}{DAMAGED}"
+        number = 1
+        while aside.exists():
+            number += 1
+            aside = self._folder / f"{step}.{number}{DAMAGED}"
+        self._checkpointer.close()
+        (self._folder / str(step)).rename(aside)
+        self._checkpointer = self._open()
+        return aside
 
     def close(self) -> None:
-        """Waits for what is being saved."""
-        self._checkpointer.close()
+        """Waits for what is being saved. Raises CheckpointFailed."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self._checkpointer.close()
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes a small file at once: a reader sees the old one or the new one."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value) + "\n")
-    partial.replace(path)
+def checksums(folder: Path) -> dict[str, list[int]]:
+    """[size in bytes, CRC-32] of every file under ``folder``, by its path in it."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CHECKSUMS)
+    return {str(path.relative_to(folder)): [path.stat().st_size, _crc(path)] for path in files}
+
+
+def verify(folder: Path) -> bool:
+    """Whether ``folder`` has checksums. Raises DamagedCheckpoint unless they are right."""
+    path = folder / CHECKSUMS
+    if not path.exists():
+        return False
+    try:
+        written = json.loads(path.read_text())
+        files = [(folder / name, size, crc) for name, (size, crc) in written.items()]
+    except (ValueError, TypeError, AttributeError):
+        raise DamagedCheckpoint(f"{path}: no list of checksums") from None
+    for file, size, crc in files:
+        if not file.is_file():
+            raise DamagedCheckpoint(f"{file}: this file is missing")
+        if file.stat().st_size != size or _crc(file) != crc:
+            raise DamagedCheckpoint(f"{file}: its checksum is not the one that was written with it")
+    return True
+
+
+def _crc(path: Path) -> int:
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def _short(error: BaseException) -> str:
+    """An error's kind and the start of its message, in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from srpo_jax.checkpoint import Checkpoints, write_json
+from launch.cli import exit_code
+from srpo_jax.checkpoint import CheckpointFailed, Checkpoints
 from srpo_jax.config import OptimizerConfig
+from srpo_jax.files import write_json
 from srpo_jax.optimizer import make_optimizer
 from srpo_jax.sharding import make_mesh
 from tests.learner_cases import batch_of, bit_equal, events_of, host, make_learner, tiny_model
@@ -126,3 +131,103 @@ def test_json_files_appear_whole(tmp_path):
     write_json(path, {"step": 2})
     assert json.loads(path.read_text()) == {"step": 2}
     assert [p.name for p in tmp_path.iterdir()] == ["done.json"]
+
+
+def test_sixty_saves_leave_descriptors_and_threads_flat(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    used = []
+    for step in range(1, 61):
+        checkpoints.save(step, {"x": jnp.ones(3)}, {})
+        if step % 10 == 0:
+            checkpoints.wait()
+            used.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+    checkpoints.close()
+    descriptors, threads = zip(*used, strict=True)
+    assert max(descriptors) <= descriptors[0] + 3 and max(threads) <= threads[0] + 3
+
+
+def test_a_save_that_failed_is_raised_by_the_next_call_in_one_line(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(1, {"x": jnp.ones(3)}, {})
+    checkpoints.wait()
+
+    def full(path, value):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr("srpo_jax.checkpoint.write_json", full)
+    checkpoints.save(2, {"x": jnp.ones(3)}, {})
+    with pytest.raises(CheckpointFailed, match=r"/2: this checkpoint.*No space left") as caught:
+        checkpoints.save(3, {"x": jnp.ones(3)}, {})
+    assert "\n" not in str(caught.value) and exit_code(caught.value) == 1
+    monkeypatch.undo()
+    checkpoints.save(3, {"x": jnp.ones(3)}, {})
+    checkpoints.close()
+
+
+def saved(folder, *steps):
+    checkpoints = Checkpoints(folder, keep=3)
+    for step in steps:
+        checkpoints.save(step, {"x": jnp.arange(100.0) * step}, {"step": step})
+    checkpoints.close()
+
+
+def array_file(folder, step):
+    return max((folder / str(step) / "state" / "d").iterdir(), key=lambda p: p.stat().st_size)
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage, said",
+    [
+        (flip_a_bit, "its checksum is not the one that was written with it"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "its checksum is not"),
+        (lambda path: path.unlink(), "this file is missing"),
+    ],
+    ids=["flipped bit", "cut short", "removed"],
+)
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(tmp_path, damage, said):
+    like = {"x": jnp.zeros(100)}
+    saved(tmp_path, 3, 5, 9)
+    damage(array_file(tmp_path, 9))
+    told = []
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    step, state, meta = checkpoints.load_newest(like, told.append)
+    assert (step, meta) == (5, {"step": 5})
+    np.testing.assert_array_equal(state["x"], np.arange(100.0) * 5)
+    (text,) = told
+    assert f"{tmp_path}/9/state/d/" in text and said in text and "\n" not in text
+    # The damaged one is out of the way: it does not count among those that are kept.
+    checkpoints.save(6, state, {})
+    checkpoints.close()
+    assert Checkpoints(tmp_path, keep=1).latest == 6
+    assert (tmp_path / "9.damaged").is_dir()
+
+
+def test_a_checkpoint_without_checksums_is_used_if_it_loads(tmp_path):
+    like = {"x": jnp.zeros(100)}
+    saved(tmp_path, 1, 2)
+    for step in (1, 2):
+        (tmp_path / str(step) / "checksums.json").unlink()
+    shutil.rmtree(tmp_path / "2" / "state" / "d")
+    told = []
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.load_newest(like, told.append)[0] == 1
+    assert len(told) == 1 and f"{tmp_path}/2: cannot be read" in told[0]
+    checkpoints.close()
+
+
+def test_no_good_checkpoint_left_is_an_error_and_none_at_all_is_not(tmp_path):
+    like = {"x": jnp.zeros(100)}
+    run = tmp_path / "run"
+    saved(run / "checkpoints")
+    assert Checkpoints(run / "checkpoints", keep=2).load_newest(like, print) is None
+    saved(run / "checkpoints", 1)
+    flip_a_bit(array_file(run / "checkpoints", 1))
+    for _ in range(2):  # it does not start over by itself the next time either
+        with pytest.raises(CheckpointFailed, match=rf"1\.damaged.*remove {run} to start over"):
+            Checkpoints(run / "checkpoints", keep=2).load_newest(like, lambda text: None)
