@@ -18,6 +18,7 @@ from srpo_jax.recipe_section import (
     Count,
     Dtype,
     Fraction,
+    LocalPath,
     NonNegative,
     NonNegativeInt,
     Positive,
@@ -40,7 +41,7 @@ class ModelConfig(Section):
     ``export_dtype`` of the run's ``model/`` (None: every tensor as the checkpoint has it).
     """
 
-    path: str
+    path: LocalPath
     revision: str | None = None
     dtype: Dtype = "float32"
     param_dtype: Dtype = "float32"
@@ -56,7 +57,7 @@ class WorkflowConfig(Section):
     """A built-in workflow by ``name``, or a user's class by ``path: my_team.py:MyWorkflow``."""
 
     name: Literal["math", "search"] | None = None
-    path: str | None = None
+    path: LocalPath | None = None
     args: dict[str, Any] = {}
 
     @model_validator(mode="before")
@@ -74,7 +75,7 @@ class WorkflowConfig(Section):
 class RewardConfig(Section):
     """A user's reward: ``path: file.py:function``."""
 
-    path: str
+    path: LocalPath
 
     @model_validator(mode="before")
     @classmethod
@@ -89,7 +90,7 @@ class TaskSet(Section):
     """
 
     name: str | None = None
-    path: str | None = None
+    path: LocalPath | None = None
     split: str | None = None
     seed: int = 0
     size: Count | None = None
@@ -99,7 +100,7 @@ class TaskSet(Section):
     @classmethod
     def _shorthand(cls, value: Any) -> Any:
         if isinstance(value, str):
-            is_path = value.endswith((".jsonl", ".parquet")) or ".py:" in value
+            is_path = value.endswith((".jsonl", ".parquet")) or ".py:" in value or ":/" in value
             return {"path" if is_path else "name": value}
         return value
 
@@ -252,12 +253,14 @@ class EvaluationConfig(Section):
 
 
 class TrainerConfig(Section):
-    """Length of the run and what it leaves in ``out`` (default: runs/NAME)."""
+    """Length of the run and what it leaves in ``out`` (default: runs/NAME). A checkpoint is saved
+    every so many steps (0: none but these), after the first step, at the end, and when the run is
+    stopped."""
 
     steps: NonNegativeInt
     checkpoint_every: NonNegativeInt = 50
     keep: Count = 2
-    out: str | None = None
+    out: LocalPath | None = None
     dump_episodes: bool = True
     resume: bool = True
 
@@ -310,7 +313,8 @@ class Recipe(Section):
 
     @property
     def run_dir(self) -> Path:
-        return Path(self.trainer.out) if self.trainer.out else Path("runs") / self.name
+        out = self.trainer.out
+        return Path(out).expanduser() if out else Path("runs") / self.name
 
     def dump(self) -> str:
         """The recipe as YAML text, every value said; it loads back to an equal recipe."""
@@ -320,9 +324,16 @@ class Recipe(Section):
         """The first setting in which this recipe is another run than the one in ``saved``, a dump.
 
         What the ``trainer`` section says may change between a run and its resumption, but not the
-        target step of a learning-rate schedule that depends on it. None: the same run.
+        target step of a learning-rate schedule that depends on it. None: the same run. Raises
+        RecipeError where ``saved`` holds no recipe.
         """
-        mine, theirs = (flat(content) for content in (self.model_dump(), read_yaml(saved)))
+        content = read_yaml(saved)
+        try:
+            # A key that the recipe's own version did not have yet has its default there too.
+            content = Recipe.model_validate(content).model_dump()
+        except ValidationError as error:
+            raise RecipeError(f"{saved}: {first_problem(error, Recipe)}") from None
+        mine, theirs = flat(self.model_dump()), flat(content)
         for key in {**mine, **theirs}:
             if key.startswith("trainer.") and not (
                 key == "trainer.steps" and self.optimizer.schedule != "constant"

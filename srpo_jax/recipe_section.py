@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Dtype = Literal["float32", "bfloat16"]
 Count = Annotated[int, Field(ge=1)]
@@ -12,6 +13,16 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+def _local(path: str) -> str:
+    """Refuses ``gs://bucket/x``: as a path it would silently be a local folder called ``gs:``."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", path):
+        raise ValueError(f"{path!r} is no local path, and no other is supported: copy or mount it")
+    return path
+
+
+LocalPath = Annotated[str, AfterValidator(_local)]
 
 
 class Section(BaseModel):

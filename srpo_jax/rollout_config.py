@@ -11,6 +11,7 @@ from srpo_jax.recipe_section import (
     Count,
     Dtype,
     Fraction,
+    LocalPath,
     NonNegativeInt,
     Positive,
     Section,
@@ -21,7 +22,7 @@ class RetrieverConfig(Section):
     """What the search tool asks: ``bm25`` over a corpus in this process, or HTTP servers."""
 
     kind: Literal["bm25", "http"] = "bm25"
-    corpus: str | None = None
+    corpus: LocalPath | None = None
     urls: list[str] = []
     timeout: Positive = 10.0
     retries: NonNegativeInt = 3

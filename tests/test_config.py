@@ -153,6 +153,32 @@ def test_refusals_name_the_key(override, message):
     assert refusal(override).startswith(f"recipe: {message}")
 
 
+@pytest.mark.parametrize(
+    "override, key",
+    [
+        ("trainer.out=gs://bucket/run", "trainer.out"),
+        ("trainer.out=s3:/bucket/run", "trainer.out"),
+        ("model=hf://some/model", "model.path"),
+        ("model.path=https://host/model", "model.path"),
+        ("tasks.train=gs://bucket/tasks.jsonl", "tasks.train.path"),
+        ("tasks.eval={sums: 's3://bucket/tasks'}", "tasks.eval.sums.path"),
+        ("reward=gs://bucket/mine.py:reward", "reward.path"),
+        ("workflow={path: 'gs://bucket/mine.py:Team'}", "workflow.path"),
+        ("retriever={corpus: 'gs://bucket/corpus.jsonl'}", "retriever.corpus"),
+    ],
+)
+def test_a_path_that_is_not_local_is_refused(override, key):
+    """As a path, gs://bucket/run is the local folder ./gs:/bucket/run."""
+    message = refusal(override)
+    assert message.startswith(f"recipe: {key}: ") and "is no local path" in message
+
+
+def test_a_run_folder_in_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert recipe("trainer.out=~/runs/a").run_dir == Path("/home/someone/runs/a")
+    assert recipe("trainer.out=C:runs").run_dir == Path("C:runs")
+
+
 @pytest.mark.parametrize("override", ["seed", "=3", ".a=1", "name.x=3", "a: b"])
 def test_malformed_overrides(override):
     assert override in refusal(override)
