@@ -1,18 +1,19 @@
-"""What every command shares: errors a user can cause become one line and exit code 2."""
+"""What every command shares: errors a user can cause become one line and an exit code."""
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import unicodedata
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from rich.console import Console
+if TYPE_CHECKING:
+    from rich.console import Console
 
-BAD_INPUT = 2
-STOPPED_EARLY = 75
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,14 +42,16 @@ def add_recipe_arguments(parser: Parser) -> None:
 def entry(main: Callable[[], int | None]) -> NoReturn:
     """Runs a command and exits with its code.
 
-    0: done; 2: bad input, said in one line on stderr; 75: stopped before its target step, the same
-    command goes on from there. Anything else is a defect and keeps its traceback.
+    0: done. 2: bad input, said in one line on stderr. 1: something else that is no defect, such as
+    a full disk, in one line too. 75: stopped by a signal before its end; the same command goes on
+    from there. 130: interrupted, with nothing to go on from. Anything else is a defect and keeps
+    its traceback.
     """
     try:
         code = main() or 0
     except KeyboardInterrupt:
-        print("stopped; resume with the same command", file=sys.stderr)
-        code = STOPPED_EARLY
+        print("interrupted", file=sys.stderr)
+        code = INTERRUPTED
     except BrokenPipeError:  # the reader of our output (head, less) has left
         sys.stderr.close()
         code = 0
@@ -56,8 +59,13 @@ def entry(main: Callable[[], int | None]) -> NoReturn:
         code = exit_code(error)
         if code is None:
             raise
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {message(error)}", file=sys.stderr)
     sys.exit(code)
+
+
+# What a path of the user's can be wrong about; other system errors (a full disk) are no input.
+_INPUT_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
+_INPUT_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 def exit_code(error: Exception) -> int | None:
@@ -65,13 +73,24 @@ def exit_code(error: Exception) -> int | None:
 
     Such errors carry it as an attribute of their class: the modules that define them load jax.
     """
-    if isinstance(error, FileNotFoundError):
-        return BAD_INPUT
+    if isinstance(error, OSError):
+        is_input = isinstance(error, _INPUT_ERRORS) or error.errno in _INPUT_ERRNOS
+        return getattr(type(error), "exit_code", BAD_INPUT if is_input else FAILED)
     return getattr(type(error), "exit_code", None)
+
+
+def message(error: Exception) -> str:
+    """An error as one line; a system's error starts with the file that it is about."""
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        text = f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return " ".join(text.split())
 
 
 def output() -> Console:
     """Standard output. Text that goes to a file or a pipe gets room for whole table rows."""
+    from rich.console import Console
+
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
     return Console(highlight=False, width=wide)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launch.cli import Parser, add_recipe_arguments, entry
-from srpo_jax.config import load_recipe
+from srpo_jax.stopping import StopRequest
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -14,10 +14,14 @@ def main(argv: list[str] | None = None) -> int:
     )
     add_recipe_arguments(parser)
     args = parser.parse_args(argv)
-    recipe = load_recipe(args.recipe, args.overrides)
-    from srpo_jax import trainer
+    # Entered before the slow imports: a signal that comes during these is taken note of.
+    with StopRequest(owns_process=True) as stop:
+        from srpo_jax.config import load_recipe
 
-    return trainer.run(recipe)
+        recipe = load_recipe(args.recipe, args.overrides)
+        from srpo_jax import trainer
+
+        return trainer.run(recipe, stop=stop)
 
 
 if __name__ == "__main__":

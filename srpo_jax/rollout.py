@@ -11,6 +11,7 @@ import collections
 import inspect
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,7 @@ from srpo_jax.user_code import (
 )
 
 POLICY = "policy"  # the name of the one shared policy
+CHECK_SECONDS = 0.1  # between two calls of a rollout's ``check``
 UNDECIDED = "undecided"  # why an episode whose grade could not be decided is dropped
 
 
@@ -166,6 +168,7 @@ class Rollout:
 
     ``reward``: a recipe's own reward (task, outcome) -> float, bool or Score, blocking or a
     coroutine; without one, the outcome's own score, then the workflow's ``reward`` method.
+    ``check`` is called again and again while episodes run: what it raises abandons them all.
     """
 
     def __init__(
@@ -176,8 +179,9 @@ class Rollout:
         *,
         reward: Reward | None = None,
         concurrency: int | None = None,
+        check: Callable[[], None] = lambda: None,
     ):
-        self._engine, self._tokenizer = engine, tokenizer
+        self._engine, self._tokenizer, self._check = engine, tokenizer, check
         self._workflow, self._reward = workflow, reward
         self._concurrency = concurrency or max(4 * engine.slots, 256)
 
@@ -188,7 +192,7 @@ class Rollout:
         on_done: Callable[[EpisodeResult], None] | None = None,
     ) -> list[EpisodeResult]:
         """Runs all ``plans``; results come in their order. ``on_done`` sees each as it ends."""
-        return asyncio.run(self._run(plans, config, on_done))
+        return run_anywhere(self._run(plans, config, on_done))
 
     async def _run(self, plans, config, on_done):
         # What a workflow itself gives to asyncio.to_thread may hang like any tool.
@@ -205,16 +209,22 @@ class Rollout:
                 on_done(result)
             return result
 
-        pump = asyncio.create_task(queue.pump())
+        guards = [asyncio.create_task(queue.pump()), asyncio.create_task(self._keep_checking())]
         episodes = asyncio.create_task(_results([one(plan) for plan in plans]))
         try:
             # An engine that breaks must end the run, not leave episodes waiting for ever.
-            await asyncio.wait({pump, episodes}, return_when=asyncio.FIRST_COMPLETED)
-            if pump.done():
-                pump.result()
+            await asyncio.wait({*guards, episodes}, return_when=asyncio.FIRST_COMPLETED)
+            for guard in guards:
+                if guard.done():
+                    guard.result()
             return episodes.result()
         finally:
             await _cancel_others()
+
+    async def _keep_checking(self) -> None:
+        while True:
+            self._check()
+            await asyncio.sleep(CHECK_SECONDS)
 
     async def _episode(self, plan, team, config) -> EpisodeResult:
         result = EpisodeResult(plan, team)
@@ -268,6 +278,16 @@ class Rollout:
         if inspect.iscoroutinefunction(own):
             return checked_score(await own(task, outcome, team), own)
         return checked_score(await team.tool("reward", own, task, outcome, team), own)
+
+
+def run_anywhere(work: Coroutine[Any, Any, list[EpisodeResult]]) -> list[EpisodeResult]:
+    """Runs a coroutine to its end, also where an event loop runs in this thread (a notebook's)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1, "rollout") as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
 async def _results(episodes: Sequence[Coroutine[Any, Any, EpisodeResult]]) -> list[EpisodeResult]:

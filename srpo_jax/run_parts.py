@@ -91,8 +91,13 @@ def build_parts(
     workflow: Workflow | None = None,
     reward: Callable[..., Any] | None = None,
     train: bool = True,
+    starting: Callable[[str], None] = lambda what: None,
+    check: Callable[[], None] = lambda: None,
 ) -> Parts:
     """Loads and checks everything that a run needs, cheap checks first.
+
+    ``starting`` is told what comes next; ``check`` is called between these parts and while episodes
+    run: what it raises abandons them.
 
     Raises RecipeError, DataError or CheckpointError, each one line that names what is wrong.
     """
@@ -101,10 +106,17 @@ def build_parts(
             "rollout.remote: training samples with the learner's own weights; leave it out, or "
             "evaluate with launch.evaluate"
         )
+
+    def begin(what: str) -> None:
+        check()
+        starting(what)
+
+    begin("reading tasks")
     workflow = workflow or build_workflow(recipe)
     reward = reward or build_reward(recipe)
     sets = task_sets(recipe)
     rollout = recipe.rollout
+    begin(f"loading model {recipe.model.path}")
     mesh = None if rollout.remote else make_mesh(**recipe.learner.mesh.model_dump())
     if train:
         check_mesh(recipe, mesh)
@@ -130,12 +142,13 @@ def build_parts(
     check_prompts(sets, tokenizer.count_text, rollout.prompt_tokens)
     learner = None
     if train:
+        begin("building learner")
         updates = recipe.trainer.steps * recipe.learner.updates_per_batch * recipe.learner.epochs
         learner = Learner(
             model, make_optimizer(recipe.optimizer, updates),
             mesh=mesh, settings=learner_settings(recipe, tokenizer.vocab_size),
         )  # fmt: skip
-    # After the learner, whose memory is not free.
+    begin("building engine")  # after the learner, whose memory is not free
     engine = (
         remote_engine(recipe, tokenizer)
         if rollout.remote
@@ -150,7 +163,7 @@ def build_parts(
     evaluation = recipe.evaluation
     return Parts(
         recipe=recipe, config=config, tokenizer=tokenizer, engine=engine,
-        rollout=Rollout(engine, tokenizer, workflow, reward=reward),
+        rollout=Rollout(engine, tokenizer, workflow, reward=reward, check=check),
         benchmarks=sets.benchmarks,
         train_sampling=SamplingConfig(temperature=rollout.temperature, **common),
         eval_sampling=SamplingConfig(
@@ -191,21 +204,3 @@ def check_mesh(recipe: Recipe, mesh: Mesh) -> None:
         attention_on(mesh, recipe.learner.attention)
     except ValueError as error:
         raise RecipeError(f"learner.attention: {error}") from None
-
-
-def check_run_folder(recipe: Recipe) -> None:
-    """Refuses to mix two recipes in one run folder, or to start over where a run lies."""
-    folder = recipe.run_dir
-    folder.mkdir(parents=True, exist_ok=True)
-    saved = folder / "recipe.yaml"
-    if not saved.exists():
-        return
-    if not recipe.trainer.resume:
-        raise RecipeError(
-            f"{folder} already holds a run: set another trainer.out, or trainer.resume=true"
-        )
-    change = recipe.first_difference(saved)
-    if change is not None:
-        raise RecipeError(
-            f"{folder} holds a run of another recipe ({change}): set trainer.out to another folder"
-        )

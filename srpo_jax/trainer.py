@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-import threading
+import contextlib
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,19 +14,24 @@ from rich.console import Console
 
 from envs.workflow import Workflow
 from srpo_jax.advantage import row_advantages
-from srpo_jax.checkpoint import Checkpoints, write_json
+from srpo_jax.batch import ShapeMemory
+from srpo_jax.checkpoint import Checkpoints
 from srpo_jax.config import Recipe
 from srpo_jax.events import split_complete
-from srpo_jax.metrics import EpisodeWriter, MetricLogger, read_metrics, write_verdicts
+from srpo_jax.files import write_json
+from srpo_jax.metrics import EpisodeWriter, MetricLogger, plain_row, write_verdicts
 from srpo_jax.minibatches import apply_truncation, epoch_orders, split_minibatches
 from srpo_jax.progress import RunProgress
-from srpo_jax.rollout import EpisodePlan
+from srpo_jax.rollout import EpisodePlan, EpisodeResult
 from srpo_jax.run_evaluation import check_failures, evaluate, evaluation_metrics
-from srpo_jax.run_parts import Parts, build_parts, check_run_folder
+from srpo_jax.run_folder import check_run_folder, locked, record_run
+from srpo_jax.run_parts import Parts, build_parts
+from srpo_jax.run_warnings import step_warnings
 from srpo_jax.step_metrics import CV_WINDOW, rollout_metrics, row_metrics, update_metrics
+from srpo_jax.stopping import STOPPED, Stopped, StopRequest
 from srpo_jax.transcript import episode_record
 
-DONE, STOPPED = 0, 75
+DONE = 0
 
 
 def run(
@@ -34,74 +39,169 @@ def run(
     workflow: Workflow | None = None,
     reward: Callable[..., Any] | None = None,
     console: Console | None = None,
+    stop: StopRequest | None = None,
 ) -> int:
     """Trains what ``recipe`` says, or resumes where its folder stopped.
 
-    Returns 0 when the target step is reached, 75 when the run was asked to stop before it.
+    Returns 0 when the target step is reached, 75 when the run was asked to stop before it: by a
+    signal, or through ``stop``, which is entered already (None: SIGTERM and SIGINT are watched
+    while the run goes on).
     """
-    folder = recipe.run_dir
-    check_run_folder(recipe)
-    parts = build_parts(recipe, workflow=workflow, reward=reward)
-    checkpoints = Checkpoints(folder / "checkpoints", recipe.trainer.keep)
-    best = Checkpoints(folder / "best", 1)
-    logger, writer = MetricLogger(folder), EpisodeWriter(folder)
-    (folder / "recipe.yaml").write_text(recipe.dump())
-
-    start, best_score = checkpoints.latest or 0, -np.inf
-    logger.truncate_to(start if checkpoints.latest is not None else -1)
-    writer.truncate_to(start)
-    if start:
-        state, meta = checkpoints.load(start, parts.learner.state)
-        parts.learner.state, best_score = state, meta["best_score"]
-        parts.grad_norms = past_grad_norms(folder)
-        parts.sync()
-
-    done = start
-    with (
-        closing(checkpoints),  # a checkpoint on its way is finished, however the run ends
-        closing(best),
-        closing(logger),
-        _StopRequest() as stop,
-        RunProgress(recipe.trainer.steps, start, console) as progress,
-    ):
-        every = recipe.evaluation.every
-        if start == 0 and every:
-            logger.log(0, _evaluate_and_keep(parts, 0, progress))
-        for step in range(start, recipe.trainer.steps):
-            metrics = train_step(parts, step, writer, progress)
-            done = step + 1
-            if every and (done % every == 0 or done == recipe.trainer.steps):
-                metrics |= _evaluate_and_keep(parts, done, progress)
-            logger.log(done, metrics)
-            progress.step(done, metrics)
-            score = metrics.get("eval/macro/avg", -np.inf)
-            meta = {"best_score": max(best_score, score)}
-            if score > best_score:
-                best_score = score
-                best.save(done, parts.learner.state, meta)
-            last = done == recipe.trainer.steps or stop.requested
-            if last or (
-                recipe.trainer.checkpoint_every and done % recipe.trainer.checkpoint_every == 0
-            ):
-                checkpoints.save(done, parts.learner.state, meta)
-            if stop.requested:
-                break
-    if done < recipe.trainer.steps:
-        progress.note(
-            f"stopped after step {done} of {recipe.trainer.steps}; the same command resumes"
-        )
-        return STOPPED
-    parts.export(folder / "model")
-    write_json(folder / "done.json", {"step": recipe.trainer.steps})
+    with contextlib.ExitStack() as stack:
+        stop = stop or stack.enter_context(StopRequest())
+        progress = stack.enter_context(RunProgress(recipe.trainer.steps, 0, console))
+        stack.enter_context(locked(recipe.run_dir))
+        stack.callback(setattr, stop, "on_end", None)
+        stop.on_end = lambda: progress.note("stopped while starting; the same command resumes")
+        try:
+            check_run_folder(recipe)
+            parts = build_parts(
+                recipe, workflow=workflow, reward=reward,
+                starting=progress.starting, check=stop.check,
+            )  # fmt: skip
+            record_run(recipe, Path(parts.tokenizer.folder))
+            training = stack.enter_context(contextlib.closing(Training(parts, progress, stop)))
+            training.resume()
+            training.go()
+            training.finish()
+        except Stopped:
+            with stop.finishing():
+                stop.on_end()
+            return STOPPED
     return DONE
 
 
-def train_step(
-    parts: Parts, step: int, writer: EpisodeWriter, progress: RunProgress
-) -> dict[str, float]:
-    """One rollout batch and its updates; leaves the engine with the new weights."""
+class Training:
+    """A run in its folder, step by step: ``done`` of them are complete, ``saved`` of them safe."""
+
+    def __init__(self, parts: Parts, progress: RunProgress, stop: StopRequest):
+        self.parts, self.progress, self.stop = parts, progress, stop
+        self.recipe, self.folder = parts.recipe, parts.recipe.run_dir
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", self.recipe.trainer.keep)
+        self.best = Checkpoints(self.folder / "best", 1)
+        self.logger, self.writer = MetricLogger(self.folder), EpisodeWriter(self.folder)
+        self.done = self.saved = 0
+        self.best_score = -np.inf
+        self.unlogged: dict[str, Any] | None = None  # the last step's metrics until it is evaluated
+        progress.generated = lambda: parts.engine.stats["decode_tokens"]
+
+    def resume(self) -> None:
+        """Goes back to the newest good checkpoint, and cuts what was written after it."""
+        found = self.checkpoints.load_newest(self.parts.learner.state, self.progress.note)
+        if found is None:
+            self.logger.truncate_to(-1)
+            self.writer.truncate_to(0)
+        else:
+            self.done, self.parts.learner.state, meta = found
+            self.saved = self.done
+            self.best_score, self.unlogged = meta["best_score"], meta.get("unlogged")
+            self.parts.shapes = ShapeMemory(**meta.get("shapes", {}))
+            self.parts.grad_norms = meta.get("grad_norms", [])
+            self.parts.nonfinite = meta.get("nonfinite", 0)
+            self.logger.truncate_to(self.done if self.unlogged is None else self.done - 1)
+            self.writer.truncate_to(self.done)
+            self.parts.sync()
+            self.progress.resumed(self.done)
+        self.stop.on_end = self.save_and_say
+
+    def go(self) -> None:
+        """Trains to the target step. Raises Stopped."""
+        steps = self.recipe.trainer.steps
+        if self.done > steps:
+            self.progress.note(
+                f"the run is at step {self.done} already, past trainer.steps {steps}"
+            )
+        if self.done == 0 and self.recipe.evaluation.every:
+            self.logger.log(0, self._evaluate())
+        if self.unlogged is not None:  # stopped before the end of the last step's evaluation
+            self._conclude()
+        while self.done < steps:
+            self.stop.check()
+            self._step()
+            self._conclude()
+        self.stop.check()
+
+    def finish(self) -> None:
+        """Exports the model and records that the run is done."""
+        self.checkpoints.wait()
+        self.progress.starting(f"writing {self.folder / 'model'}")
+        self.parts.export(self.folder / "model")
+        write_json(self.folder / "done.json", {"step": self.done})
+        self.progress.note(f"wrote {self.folder / 'model'} (step {self.done})")
+
+    def save_and_say(self) -> None:
+        """Saves the last complete step, unless it is safe already, and says that the run stops."""
+        self.stop.on_end = None
+        if self.done > self.saved:
+            self._save()
+        self.checkpoints.wait()
+        self.progress.note(
+            f"stopped after step {self.done} of {self.recipe.trainer.steps}; "
+            "the same command resumes"
+        )
+
+    def close(self) -> None:
+        """Finishes what is being saved."""
+        with self.stop.finishing(), contextlib.closing(self.logger), contextlib.closing(self.best):
+            self.checkpoints.close()
+
+    def _step(self) -> None:
+        """One rollout batch and its updates; leaves the engine with the new weights."""
+        clock, generated = _Clock(), self.progress.generated()
+        results = sample_step(self.parts, self.done, self.progress)
+        self.stop.check()
+        clock.lap("rollout")
+        rate = (self.progress.generated() - generated) / clock.seconds["time/rollout"]
+        with self.stop.finishing():
+            metrics = update_step(self.parts, self.done, results, self.writer, self.progress, clock)
+            self.unlogged = plain_row(metrics | clock.seconds | {"time/tokens_per_second": rate})
+            self.done += 1
+
+    def _conclude(self) -> None:
+        """Evaluates the last step if that is due, logs it, and saves what is due."""
+        trainer, every, metrics = self.recipe.trainer, self.recipe.evaluation.every, self.unlogged
+        is_last = self.done == trainer.steps
+        if every and (self.done % every == 0 or is_last):
+            metrics = metrics | self._evaluate()
+        with self.stop.finishing():
+            self.logger.log(self.done, metrics)
+            self.unlogged = None
+            self.progress.step(self.done, metrics)
+            score = metrics.get("eval/macro/avg")
+            if score is not None and score > self.best_score:
+                self.best_score = score
+                self.best.save(self.done, self.parts.learner.state, self._meta())
+            # The first step too: a run that cannot be saved shows it at once.
+            due = trainer.checkpoint_every and self.done % trainer.checkpoint_every == 0
+            if self.done == 1 or is_last or due:
+                self._save()
+
+    def _evaluate(self) -> dict[str, float]:
+        clock = _Clock()
+        results = evaluate(self.parts, self.progress)
+        self.stop.check()
+        clock.lap("evaluation")
+        write_verdicts(self.folder, self.done, {n: r.correct for n, r in results.items()})
+        return evaluation_metrics(results) | clock.seconds
+
+    def _save(self) -> None:
+        self.checkpoints.save(self.done, self.parts.learner.state, self._meta())
+        self.saved = self.done
+
+    def _meta(self) -> dict[str, Any]:
+        """What a resumed run needs beside the train state to log the same figures."""
+        return {
+            "best_score": self.best_score,
+            "unlogged": self.unlogged,
+            "shapes": asdict(self.parts.shapes),
+            "grad_norms": self.parts.grad_norms,
+            "nonfinite": self.parts.nonfinite,
+        }
+
+
+def sample_step(parts: Parts, step: int, progress: RunProgress) -> list[EpisodeResult]:
+    """The episodes of a step (from 0). Raises TrainingFailed where too many of them failed."""
     recipe = parts.recipe
-    clock = _Clock()
     plans = [
         EpisodePlan(task, (recipe.seed, 0, step), slot, rollout)
         for slot, task in enumerate(parts.stream.step(step))
@@ -110,8 +210,19 @@ def train_step(
     with progress.phase("rollout", len(plans)) as advance:
         results = parts.rollout.run(plans, parts.train_sampling, lambda _: advance())
     check_failures(results, recipe.rollout.max_failed_fraction)
-    clock.lap("rollout")
+    return results
 
+
+def update_step(
+    parts: Parts,
+    step: int,
+    results: Sequence[EpisodeResult],
+    writer: EpisodeWriter,
+    progress: RunProgress,
+    clock: _Clock,
+) -> dict[str, float]:
+    """The updates from a step's episodes, and its metrics."""
+    recipe = parts.recipe
     events = [e for r in results if r.episode is not None for e in r.episode.events]
     events = apply_truncation(events, recipe.rollout.truncated)
     complete, dropped = split_complete(events)
@@ -124,7 +235,7 @@ def train_step(
     parts.engine.drop()  # its memory is the learner's until the new weights come
     orders = epoch_orders(recipe, step, len(batches))
     every = recipe.learner.role_norms_every
-    with progress.phase("update", sum(map(len, orders))) as advance:
+    with progress.phase("update", sum(map(len, orders)), "optimiser steps") as advance:
         if batches and parts.needs_gate:
             parts.learner.check_gate(batches[0])
             progress.note("gate: scored the first batch twice, L_e = 0 exactly")
@@ -133,54 +244,19 @@ def train_step(
             batches, orders=orders, on_step=advance, by_role=bool(every) and step % every == 0
         )
         metrics |= update_metrics(reports, parts.grad_norms)
-    if reports:
-        parts.grad_norms = [*parts.grad_norms, metrics["update/grad_norm"]][-CV_WINDOW:]
+    norm = metrics.get("update/grad_norm")
+    if norm is not None and np.isfinite(norm):
+        parts.grad_norms = [*parts.grad_norms, norm][-CV_WINDOW:]
     parts.count_nonfinite(reports)
     parts.sync()
     clock.lap("update")
+    found = step_warnings(results, complete, advantages, norm, recipe.optimizer.grad_clip)
+    for kind, text in found.items():
+        progress.warn(kind, text)
     if recipe.trainer.dump_episodes:
         by_event = {e.id: a for e, a in zip(complete, advantages, strict=True)}
         writer.write(step + 1, [episode_record(r, step + 1, by_event) for r in results])
-    metrics["compiles"] = float(parts.compile_count())
-    return metrics | clock.seconds
-
-
-def past_grad_norms(folder: Any) -> list[float]:
-    """The gradient norms of a resumed run's last steps, for the coefficient of variation."""
-    try:
-        rows = read_metrics(folder)
-    except FileNotFoundError:
-        return []
-    return [row["update/grad_norm"] for row in rows if row.get("update/grad_norm") is not None][
-        -CV_WINDOW:
-    ]
-
-
-def _evaluate_and_keep(parts: Parts, step: int, progress: RunProgress) -> dict[str, float]:
-    results = evaluate(parts, progress)
-    write_verdicts(parts.recipe.run_dir, step, {n: r.correct for n, r in results.items()})
-    return evaluation_metrics(results)
-
-
-class _StopRequest:
-    """True once SIGTERM arrived: the step in progress is finished and saved."""
-
-    def __init__(self):
-        self.requested = False
-        self._previous = None
-
-    def __enter__(self) -> _StopRequest:
-        # Outside the main thread there are no handlers: the caller stops the run in its own way.
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGTERM, self._request)
-        return self
-
-    def _request(self, *_: object) -> None:
-        self.requested = True
-
-    def __exit__(self, *error: object) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGTERM, self._previous)
+    return metrics | {"compiles": float(parts.compile_count())}
 
 
 class _Clock:

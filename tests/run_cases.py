@@ -9,6 +9,7 @@ from typing import Any
 from envs.workflow import Score
 from models.convert import save_hf
 from srpo_jax.config import Recipe, parse_recipe
+from srpo_jax.metrics import episode_steps, read_episodes, read_metrics, read_verdicts
 from tests.learner_cases import tiny_model
 
 TOKENIZER = Path(__file__).parent / "data" / "tiny_tokenizer"
@@ -58,3 +59,20 @@ def recipe_content(folder: Path) -> dict[str, Any]:
 
 def tiny_recipe(folder: Path, *overrides: str) -> Recipe:
     return parse_recipe(recipe_content(folder), overrides, folder=folder)
+
+
+def left_behind(folder: Path) -> dict[str, Any]:
+    """All that a run leaves but for what time decides: two runs of one recipe leave the same."""
+    return {
+        "metrics": [
+            {k: v for k, v in row.items() if not k.startswith("time/") and k != "compiles"}
+            for row in read_metrics(folder)
+        ],
+        "episodes": {step: list(read_episodes(folder, step)) for step in episode_steps(folder)},
+        "verdicts": {
+            step: {name: verdicts.tolist() for name, verdicts in by_name.items()}
+            for step, by_name in read_verdicts(folder).items()
+        },
+        "weights": (folder / "model" / "model.safetensors").read_bytes(),
+        "done": (folder / "done.json").read_text(),
+    }

@@ -38,9 +38,18 @@ def run(cwd: Path, *arguments: str) -> subprocess.CompletedProcess:
     "raised, code, said",
     [
         (RecipeError("a: b\nc"), 2, "error: a: b c\n"),
-        (FileNotFoundError(2, "No such file", "x"), 2, "error: [Errno 2] No such file: 'x'\n"),
+        (FileNotFoundError(2, "No such file", "x"), 2, "error: x: No such file\n"),
+        (FileExistsError(17, "File exists", "runs/a"), 2, "error: runs/a: File exists\n"),
+        (PermissionError(13, "Permission denied", "x"), 2, "error: x: Permission denied\n"),
+        (
+            OSError(40, "Too many levels of symbolic links", "x"),
+            2,
+            "error: x: Too many levels of symbolic links\n",
+        ),
+        (OSError(28, "No space left on device", "x"), 1, "error: x: No space left on device\n"),
+        (ConnectionResetError(104, "reset"), 1, "error: [Errno 104] reset\n"),
         (type("OwnError", (Exception,), {"exit_code": 1})("late"), 1, "error: late\n"),
-        (KeyboardInterrupt(), 75, "stopped; resume with the same command\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )
 def test_known_errors_are_one_line(capsys, raised, code, said):

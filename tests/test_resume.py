@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from srpo_jax.metrics import episode_steps, read_episodes, read_metrics, read_verdicts
+from srpo_jax.metrics import read_metrics
 from srpo_jax.yaml_reading import dump_yaml
-from tests.run_cases import recipe_content
+from tests.run_cases import left_behind, recipe_content
 
 ROOT = Path(__file__).parents[1]
 
@@ -77,24 +77,9 @@ def test_killed_in_step_3_of_6_and_run_again(tmp_path):
     assert train(tmp_path, f"trainer.out={resumed}") == 0
     assert read_metrics(resumed)[:3] == first  # steps 1 and 2 were not run again
 
-    def rows(folder):
-        for row in read_metrics(folder):
-            yield {k: v for k, v in row.items() if not k.startswith("time/") and k != "compiles"}
-
-    assert list(rows(resumed)) == list(rows(straight))
-    assert [row["step"] for row in rows(straight)] == list(range(7))
-    assert all(row["update/grad_norm"] > 0 for row in rows(straight) if row["step"])
-    assert episode_steps(resumed) == episode_steps(straight) == [1, 2, 3, 4, 5, 6]
-    for step in range(1, 7):
-        assert list(read_episodes(resumed, step)) == list(read_episodes(straight, step))
-    kept = {
-        step: {n: v.tolist() for n, v in by.items()} for step, by in read_verdicts(straight).items()
-    }
-    assert kept == {
-        step: {n: v.tolist() for n, v in by.items()} for step, by in read_verdicts(resumed).items()
-    }
-    weights = "model/model.safetensors"
-    assert (resumed / weights).read_bytes() == (straight / weights).read_bytes()
-    assert (resumed / weights).read_bytes() != (
-        tmp_path / "checkpoint/model.safetensors"
-    ).read_bytes()
+    left = left_behind(straight)
+    assert left_behind(resumed) == left
+    assert [row["step"] for row in left["metrics"]] == list(range(7))
+    assert all(row["update/grad_norm"] > 0 for row in left["metrics"] if row["step"])
+    assert list(left["episodes"]) == [1, 2, 3, 4, 5, 6]
+    assert left["weights"] != (tmp_path / "checkpoint/model.safetensors").read_bytes()

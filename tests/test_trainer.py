@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import os
 import signal
+import threading
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -24,9 +27,17 @@ from srpo_jax.metrics import episode_steps, read_episodes, read_metrics
 from srpo_jax.minibatches import apply_truncation, split_minibatches
 from srpo_jax.run_evaluation import TrainingFailed, evaluate_recipe
 from srpo_jax.step_metrics import row_metrics
+from srpo_jax.stopping import Stopped, StopRequest
 from srpo_jax.yaml_reading import RecipeError
 from tests.learner_cases import advantages_of, bit_equal, events_of, one_device
-from tests.run_cases import EVAL_EPISODES, GROUP, TASKS_PER_STEP, noisy_reward, tiny_recipe
+from tests.run_cases import (
+    EVAL_EPISODES,
+    GROUP,
+    TASKS_PER_STEP,
+    left_behind,
+    noisy_reward,
+    tiny_recipe,
+)
 
 EPISODES = GROUP * TASKS_PER_STEP
 
@@ -140,15 +151,6 @@ def test_dropped_rows_are_counted_under_their_reason():
         "rows/sampled": 10, "rows/trained": 2, "rows/zero_advantage": 2, "rows/incomplete": 3,
         "rows/draft": 1, "rows/failed": 2,
     }  # fmt: skip
-
-
-def test_past_gradient_norms_are_those_that_were_logged(tmp_path):
-    assert trainer.past_grad_norms(tmp_path) == []
-    rows = [{"step": 0, "eval/macro/avg": 0.5}]
-    rows += [{"step": n, "update/grad_norm": float(n)} for n in range(1, 25)]
-    rows += [{"step": 25, "update/grad_norm": None}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert trainer.past_grad_norms(tmp_path) == [float(n) for n in range(5, 25)]
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
@@ -326,7 +328,7 @@ def test_too_many_failed_episodes_end_the_run_and_it_can_go_on(tmp_path, monkeyp
     assert message.startswith("6 of 6 episodes failed (rollout.max_failed_fraction is 0.5)")
     assert "RuntimeError: the reward server is gone" in message and "\n" not in message
     assert len(closed) == 2  # "latest" and "best": what was being saved is whole
-    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["1", "2"]
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
     assert run(recipe, reward=noisy_reward) == trainer.DONE
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
@@ -401,38 +403,93 @@ def test_non_finite_gradients_end_the_run_past_their_limit(tmp_path):
         run_parts.Parts.count_nonfinite(parts, [report("inf")])
 
 
-def test_sigterm_saves_the_step_in_progress_and_the_run_goes_on(tmp_path):
-    """Stopped in step 1 and resumed, a run equals the straight one bit for bit."""
-    overrides = ("trainer.checkpoint_every=0",)
-    recipe = tiny_recipe(tmp_path, *overrides)
-    calls = []
+TO_STEP_2 = EVAL_EPISODES + 2 * EPISODES  # rewards until the end of the second step's rollout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "moment, rewards, logged, kept",
+    [
+        ("first evaluation", 2, None, []),
+        ("first rollout", EVAL_EPISODES + 2, [0], []),
+        ("evaluation", TO_STEP_2 + 2, [0, 1], ["1", "2"]),
+        ("rollout", TO_STEP_2 + EVAL_EPISODES + 2, [0, 1, 2], ["1", "2"]),
+    ],
+)
+def test_a_signal_abandons_what_samples_and_saves_the_last_complete_step(
+    tmp_path, moment, rewards, logged, kept, number
+):
+    """Step 2 is saved though it is not due; resumed, the run equals the straight one."""
+    recipe = tiny_recipe(tmp_path, "trainer.checkpoint_every=0")
+    folder, calls, text = tmp_path / "run", [], io.StringIO()
 
     def stopping(task, outcome):
         calls.append(1)
-        if len(calls) == EVAL_EPISODES + 2:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if len(calls) == rewards:
+            os.kill(os.getpid(), number)
         return noisy_reward(task, outcome)
 
-    handler = signal.getsignal(signal.SIGTERM)
-    assert run(recipe, reward=stopping) == trainer.STOPPED
-    assert signal.getsignal(signal.SIGTERM) is handler  # a caller's own handler is back
-    folder = tmp_path / "run"
-    assert [row["step"] for row in read_metrics(folder)] == [0, 1]
-    assert [p.name for p in (folder / "checkpoints").iterdir()] == ["1"]
+    handler = signal.getsignal(number)
+    code = trainer.run(recipe, reward=stopping, console=Console(file=text, width=200))
+    assert code == trainer.STOPPED
+    assert signal.getsignal(number) is handler  # a caller's own handler is back
+    complete = len(kept)
+    assert f"stopped after step {complete} of 3; the same command resumes\n" in text.getvalue()
+    if logged is None:
+        assert not (folder / "metrics.jsonl").exists()
+    else:
+        assert [row["step"] for row in read_metrics(folder)] == logged
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == kept
     assert not (folder / "done.json").exists() and not (folder / "model").exists()
-    assert run(recipe, reward=noisy_reward) == trainer.DONE
+    if number == signal.SIGTERM:  # both end in the same folder
+        assert run(recipe, reward=noisy_reward) == trainer.DONE
+        assert left_behind(folder) == straight_run(tmp_path)
 
-    straight = tiny_recipe(tmp_path, *overrides, f"trainer.out={tmp_path / 'straight'}")
-    assert run(straight, reward=noisy_reward) == trainer.DONE
-    first, second = (
-        [
-            {k: v for k, v in row.items() if not k.startswith("time/") and k != "compiles"}
-            for row in read_metrics(at)
-        ]
-        for at in (folder, tmp_path / "straight")
-    )
-    assert first == second and [row["step"] for row in first] == [0, 1, 2, 3]
-    assert bit_equal(params_of(folder / "model"), params_of(tmp_path / "straight" / "model"))
+
+def straight_run(folder):
+    recipe = tiny_recipe(folder, "trainer.checkpoint_every=0", f"trainer.out={folder / 'straight'}")
+    assert run(recipe, reward=noisy_reward) == trainer.DONE
+    return left_behind(folder / "straight")
+
+
+def test_an_update_in_progress_is_finished(tmp_path, monkeypatch):
+    recipe = tiny_recipe(tmp_path, "evaluation.every=0", "trainer.checkpoint_every=0")
+    update = trainer.update_step
+
+    def interrupted(parts, step, *args):
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return update(parts, step, *args)
+
+    monkeypatch.setattr(trainer, "update_step", interrupted)
+    assert run(recipe, reward=noisy_reward) == trainer.STOPPED
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir()) == ["1", "2"]
+
+
+def test_a_second_ctrl_c_in_a_callers_own_process_is_a_keyboard_interrupt():
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(Stopped):
+            stop.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_run_inside_a_running_event_loop_and_one_outside_the_main_thread(tmp_path):
+    """As in a notebook's cell; there the main thread's handlers belong to others."""
+
+    async def cell():
+        return run(tiny_recipe(tmp_path, "trainer.steps=1"), reward=noisy_reward)
+
+    assert asyncio.run(cell()) == trainer.DONE
+    other = tiny_recipe(tmp_path, "trainer.steps=1", f"trainer.out={tmp_path / 'other'}")
+    codes = []
+    thread = threading.Thread(target=lambda: codes.append(run(other, reward=noisy_reward)))
+    thread.start()
+    thread.join()
+    assert codes == [trainer.DONE]
+    assert left_behind(tmp_path / "run") == left_behind(tmp_path / "other")
 
 
 def test_a_run_of_no_steps_evaluates_and_exports(tmp_path):
