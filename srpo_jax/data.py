@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
+from envs.text_files import short
 from envs.workflow import Task
-from srpo_jax.config import Recipe, TaskSet
-from srpo_jax.plugins import call_with_args, find_file, load_object
+from srpo_jax.config import Recipe, RecipeError, TaskSet
+from srpo_jax.plugins import call_with_args, find_file, load_object, place_in
 
 DATA_DIR = Path("data") / "tasks"  # where generated task sets are kept
 SEARCH_SETS = ("factbook",)
@@ -137,16 +140,57 @@ def _from_file(spec: TaskSet, folder: Path, search: bool) -> Sequence[Task]:
 def _from_function(spec: TaskSet, split: str, folder: Path) -> Sequence[Task]:
     """What a user's function returns; ``split``, ``seed``, ``size`` are given if it takes them."""
     function = load_object(spec.path, folder)
+    if not callable(function):
+        raise DataError(f"{spec.path} is not a function, got {short(function)}")
     offered = {"split": split, "seed": spec.seed, "size": spec.size}
     names = inspect.signature(function).parameters
     args = {name: value for name, value in offered.items() if name in names} | spec.args
     try:
-        tasks = list(call_with_args(function, args, set(names), "args"))
-    except TypeError as error:
-        raise DataError(f"{spec.path}: a sequence of tasks is due: {error}") from error
+        made = call_with_args(function, args, set(names), "args")
+        if not isinstance(made, Iterable):
+            raise RecipeError(f"a sequence of tasks is due, got {short(made)}")
+        tasks = list(islice(made, spec.size))
+    except Exception as error:
+        cause = error.__cause__ or error
+        file = find_file(spec.path.rpartition(":")[0], folder)
+        place = place_in(file, cause)
+        if place == str(file):  # refused before the function ran, or what it returned is
+            raise DataError(f"{spec.path}: {error}") from error
+        raise DataError(f"{place}: {type(cause).__name__}: {cause}") from error
+    items: dict[str, int] = {}
     for index, task in enumerate(tasks):
-        if not isinstance(task, Task):
+        if problem := _problem(task):
+            raise DataError(f"{spec.path}: item {index} {problem}")
+        earlier = items.setdefault(task.id, index)
+        if earlier != index:
             raise DataError(
-                f"{spec.path}: item {index} is {type(task).__name__}, an envs.workflow.Task is due"
+                f"{spec.path}: item {index} has the id {task.id!r} of item {earlier}; ids must "
+                "differ"
             )
-    return tasks if spec.size is None else tasks[: spec.size]
+    return tasks
+
+
+def _problem(task: Any) -> str | None:
+    """What is wrong with a user's task, None if nothing is: texts are due, and none of them empty.
+
+    A number is no answer: whether 0.50 is to be matched as "0.5" is the user's to say.
+    """
+    if not isinstance(task, Task):
+        return f"is {type(task).__name__}, an envs.workflow.Task is due"
+    for name in ("id", "prompt"):
+        if not _is_text(getattr(task, name)):
+            return f"has no text for its {name}: {short(getattr(task, name))}"
+    answers = task.answer if isinstance(task.answer, tuple) else (task.answer,)
+    if not answers or not all(map(_is_text, answers)):
+        return f"needs text or a tuple of texts for its answer, got {short(task.answer)}"
+    if not isinstance(task.source, str):
+        return f"has no text for its source: {short(task.source)}"
+    if not isinstance(task.extra, Mapping):
+        return f"has no mapping for its extra: {short(task.extra)}"
+    return None
+
+
+def _is_text(value: Any) -> bool:
+    """Text that is not blank, and that tokenizers and files take: no half of a surrogate pair."""
+    whole = isinstance(value, str) and value.encode(errors="ignore").decode() == value
+    return whole and not value.isspace() and value != ""

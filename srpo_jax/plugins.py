@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -23,10 +24,16 @@ def find_file(path: str, folder: Path | None = None) -> Path:
 
     Raises RecipeError when there is no such file.
     """
-    places = [base / Path(path).expanduser() for base in (folder, Path.cwd()) if base is not None]
+    expanded = os.path.expanduser(path)
+    places = [base / expanded for base in (folder, Path.cwd()) if base is not None]
     for place in places:
-        if place.is_file():
-            return place.resolve()
+        try:
+            if place.is_file():
+                return place.resolve()
+            if place.is_dir():
+                raise RecipeError(f"{path}: this is a folder, a file is due")
+        except OSError as error:
+            raise RecipeError(f"{path}: {error.strerror}") from None
     raise RecipeError(f"{path}: no such file (looked for {' and '.join(map(str, places))})")
 
 
@@ -167,10 +174,15 @@ def _load_module(path: Path) -> ModuleType:
     except Exception as error:
         del sys.modules[name]
         if isinstance(error, SyntaxError) and error.filename == str(path):
-            line = error.lineno
+            place = f"{path}:{error.lineno}" if error.lineno else str(path)
         else:
-            frames = traceback.extract_tb(error.__traceback__)
-            line = next((f.lineno for f in reversed(frames) if f.filename == str(path)), None)
-        place = f"{path}:{line}" if line else str(path)
+            place = place_in(path, error)
         raise RecipeError(f"{place}: {type(error).__name__}: {error}") from error
     return module
+
+
+def place_in(path: Path, error: BaseException) -> str:
+    """``file:line`` of the innermost line of a user's file that an error passed, or the file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((f.lineno for f in reversed(frames) if f.filename == str(path)), None)
+    return f"{path}:{line}" if line else str(path)

@@ -144,6 +144,79 @@ def test_functions(tmp_path):
     assert "args.prefx: unknown argument, did you mean `prefix`?" in problem(wrong, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ('Task(7, "p", "1")', "item 1 has no text for its id: 7"),
+        ('Task("", "p", "1")', "item 1 has no text for its id: ''"),
+        ('Task(None, "p", "1")', "item 1 has no text for its id: None"),
+        ('Task("b", 3, "1")', "item 1 has no text for its prompt: 3"),
+        ('Task("b", " ", "1")', "item 1 has no text for its prompt: ' '"),
+        ('Task("b", "\\ud800", "1")', "item 1 has no text for its prompt"),
+        ('Task("b", "p", None)', "item 1 needs text or a tuple of texts for its answer, got None"),
+        ('Task("b", "p", 5)', "for its answer, got 5"),
+        ('Task("b", "p", float("nan"))', "for its answer, got nan"),
+        ('Task("b", "p", "")', "for its answer, got ''"),
+        ('Task("b", "p", ())', "for its answer, got ()"),
+        ('Task("b", "p", ("1", 2))', "for its answer, got ('1', 2)"),
+        ('Task("b", "p", ["1"])', "for its answer, got ['1']"),
+        ('Task("b", "p", "1", source=None)', "item 1 has no text for its source: None"),
+        ('Task("b", "p", "1", extra=[])', "item 1 has no mapping for its extra: []"),
+        ('Task("a", "p", "1")', "item 1 has the id 'a' of item 0; ids must differ"),
+        ('{"id": "b"}', "item 1 is dict, an envs.workflow.Task is due"),
+    ],
+)
+def test_a_task_of_the_wrong_make_is_refused_with_its_item(returned, message, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from envs.workflow import Task\n"
+        f'def made(): return [Task("a", "p", ("1", "2"), extra={{"k": 1}}), {returned}]\n'
+    )
+    text = problem("mine.py:made", tmp_path)
+    assert text.startswith("tasks.train: mine.py:made: item 1 ") and message in text
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return {}['x']", "mine.py:4: KeyError: 'x'"),
+        ("return int('x')", "mine.py:4: ValueError: invalid literal"),
+        ("yield 1 / 0", "mine.py:4: ZeroDivisionError: division by zero"),
+        ("yield 'a' + 1", "mine.py:4: TypeError: can only concatenate str"),
+        ("return None", "mine.py:made: a sequence of tasks is due, got None"),
+    ],
+)
+def test_an_error_inside_a_tasks_function_names_the_users_line(body, message, tmp_path):
+    (tmp_path / "mine.py").write_text(f"import json\n\ndef made():\n    {body}\n\nnumber = 3\n")
+    assert message in problem("mine.py:made", tmp_path)
+    assert "mine.py:number is not a function, got 3" in problem("mine.py:number", tmp_path)
+
+
+def test_size_takes_the_first_tasks_of_a_function_without_an_end(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from envs.workflow import Task\nfrom itertools import count\n"
+        "def made(): return (Task(str(i), 'p', '1') for i in count())\n"
+    )
+    found = resolve(TaskSet(path="mine.py:made", size=3), "tasks.train", tmp_path)
+    assert [task.id for task in found] == ["0", "1", "2"]
+
+
+def test_files_with_one_id_twice_are_refused(tmp_path):
+    rows = [{"problem": p, "answer": "2", "id": 7} for p in ("1+1?", "3-1?")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = problem("rows.jsonl", tmp_path)
+    assert "rows.jsonl:2: the id 'rows/7' is that of line 1" in text
+
+
+def test_paths_that_are_no_files(tmp_path):
+    (tmp_path / "folder.jsonl").mkdir()
+    assert "folder.jsonl: this is a folder" in problem("folder.jsonl", tmp_path)
+    assert "File name too long" in problem("x" * 300 + ".jsonl", tmp_path)
+    assert "no such file" in problem("~nobody-of-this-name/a.jsonl", tmp_path)
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    assert "loop.jsonl: no such file" in problem("loop.jsonl", tmp_path)
+    assert "folder.jsonl: this is a folder" in problem("folder.jsonl/../folder.jsonl", tmp_path)
+
+
 def test_a_recipes_sets(tmp_path):
     content = parse_yaml(
         """
