@@ -26,16 +26,18 @@ def check_file(path: str | os.PathLike) -> None:
     """Raises ValueError, one line that names the path, unless it is a file that is there."""
     try:
         mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode):
+            kind = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+            raise ValueError(f"this is {kind}, a file is due")
+        with open(path, "rb") as file:
+            if file.read(24) == b"version https://git-lfs.":
+                raise ValueError("a pointer of git-lfs, not the file itself (`git lfs pull`)")
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-    if not stat.S_ISREG(mode):
-        kind = "a folder" if stat.S_ISDIR(mode) else "no regular file"
-        raise ValueError(f"{path}: this is {kind}, a file is due")
-    with open(path, "rb") as file:
-        if file.read(24) == b"version https://git-lfs.":
-            raise ValueError(f"{path}: a pointer of git-lfs, not the file itself (`git lfs pull`)")
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except ValueError as error:  # also os.stat's, for a zero byte in the name
+        raise ValueError(f"{path}: {error}") from None
 
 
 def json_lines(path: str | os.PathLike) -> Iterator[tuple[int, Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from pydantic import BaseModel, ValidationError
 
+from envs.text_files import short
 from srpo_jax.yaml_reading import describe
 
 
@@ -45,7 +46,7 @@ def first_problem(error: ValidationError, schema: type[BaseModel]) -> str:
             return f"{path}: {problem['ctx']['error']}" if path else str(problem["ctx"]["error"])
         case "literal_error" if isinstance(value, str):
             choices = problem["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-            return f"{path}: {value!r} is none of {', '.join(choices)}"
+            return f"{path}: {short(value)} is none of {', '.join(choices)}"
         case _:
             message = problem["msg"].replace("Input should be", "must be")
     return f"{path}: {message}, got {describe(value)}"

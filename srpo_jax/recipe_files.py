@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from srpo_jax.yaml_reading import RecipeError, describe, parse_yaml, read_yaml
+from envs.text_files import short
+from srpo_jax.yaml_reading import MAX_DEPTH, RecipeError, describe, parse_yaml, read_yaml
 
 
 def read_with_base(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A recipe file's content over that of the recipe that it names as ``base``, and so on."""
+    content = read_yaml(path)
     if path.resolve() in seen:
         raise RecipeError(f"{path}: `base` leads back to this file")
-    content = read_yaml(path)
     base = content.pop("base", None)
     if base is None:
         return content
@@ -37,12 +38,12 @@ def _merge(base: dict[str, Any], change: dict[str, Any], prefix: str = "") -> di
                 {_SHORT[path]: side} if isinstance(side, str) else side for side in (old, value)
             )
         kinds = _KINDS.get(path, ())
-        other_kind = path.startswith("tasks.") or any(
-            isinstance(value, dict) and kind in value and value[kind] != (old or {}).get(kind)
-            for kind in kinds
-        )
-        if isinstance(old, dict) and isinstance(value, dict) and not other_kind:
-            value = _merge(old, value, path + ".")
+        if isinstance(old, dict) and isinstance(value, dict):
+            other_kind = path.startswith("tasks.") or any(
+                kind in value and value[kind] != old.get(kind) for kind in kinds
+            )
+            if not other_kind:
+                value = _merge(old, value, path + ".")
         merged[key] = value
     return merged
 
@@ -50,25 +51,24 @@ def _merge(base: dict[str, Any], change: dict[str, Any], prefix: str = "") -> di
 def with_override(content: dict[str, Any], override: str) -> dict[str, Any]:
     """The content with one ``key.path=value``, the value read as YAML. Raises RecipeError."""
     key, equals, text = override.partition("=")
-    parts = key.split(".")
+    parts, where = key.split("."), f"override {short(override)}"
     if not equals or not all(parts):
-        raise RecipeError(f"override {override!r}: key.path=value is due")
-    value = parse_yaml(text, f"override {override!r}")
-    return _with_value(content, parts, value, override)
+        raise RecipeError(f"{where}: key.path=value is due")
+    if len(parts) > MAX_DEPTH:
+        raise RecipeError(f"{where}: nested deeper than {MAX_DEPTH} levels")
+    return _with_value(content, parts, parse_yaml(text, where), where)
 
 
-def _with_value(content: Any, parts: list[str], value: Any, override: str) -> dict[str, Any]:
+def _with_value(content: Any, parts: list[str], value: Any, where: str) -> dict[str, Any]:
     if content is None:
         content = {}
     if not isinstance(content, dict):
-        raise RecipeError(
-            f"override {override!r}: `{parts[0]}` lies under {describe(content)}, not a section"
-        )
+        raise RecipeError(f"{where}: `{parts[0]}` lies under {describe(content)}, not a section")
     old = content.get(parts[0])
     if len(parts) > 1:
         if parts[0] in _SHORT and isinstance(old, str):
             old = {_SHORT[parts[0]]: old}
-        value = _with_value(old, parts[1:], value, override)
+        value = _with_value(old, parts[1:], value, where)
     return {**content, parts[0]: value}
 
 

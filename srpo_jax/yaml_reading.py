@@ -8,6 +8,11 @@ from typing import Any
 
 import yaml
 
+from envs.text_files import check_file, short
+
+MAX_DEPTH = 50  # levels of a recipe
+_MAX_NODES = 100_000
+
 
 class RecipeError(ValueError):
     """A recipe, sweep or plugin that cannot be used: one line with what, where, what is near."""
@@ -18,16 +23,51 @@ class RecipeError(ValueError):
 class _Loader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2 numbers, plus yes/no/on/off as booleans. Dates stay text."""
 
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _check_size(node)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+            if isinstance(value, str):
+                value.encode()  # refuses half of a surrogate pair, which no file takes
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            kind = node.tag.rpartition(":")[2]
+            raise _problem(f"this cannot be read as {kind}", node) from None
+        return value
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
-        for key_node, _ in node.value:
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():  # !!set 3
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _problem("a key is text, not a list or a mapping", key_node)
             if key_node.value in seen and key_node.tag != "tag:yaml.org,2002:merge":
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key_node.value!r} appears twice", key_node.start_mark
-                )
-            if isinstance(key_node, yaml.ScalarNode):
-                seen.add(key_node.value)
+                raise _problem(f"the key {short(key_node.value)} appears twice", key_node)
+            seen.add(key_node.value)
         return super().construct_mapping(node, deep)
+
+
+def _problem(text: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, text, node.start_mark)
+
+
+def _check_size(root: yaml.Node) -> None:
+    """Refuses what has no end or grows without bound once its aliases are written out."""
+    stack, count = [(root, 1)], 0
+    while stack:
+        node, depth = stack.pop()
+        count += 1
+        if depth > MAX_DEPTH:
+            raise _problem(f"nested deeper than {MAX_DEPTH} levels", node)
+        if count > _MAX_NODES:
+            raise _problem(f"more than {_MAX_NODES:,} values, aliases written out", node)
+        if isinstance(node, yaml.MappingNode):
+            stack += [(part, depth + 1) for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            stack += [(part, depth + 1) for part in node.value]
 
 
 _NUMBERS = {
@@ -55,6 +95,13 @@ def parse_yaml(text: str, where: str) -> Any:
     """Reads one YAML document. Raises RecipeError naming ``where`` and the line."""
     try:
         return yaml.load(text, _Loader)
+    except RecursionError:
+        raise RecipeError(f"{where}: nested deeper than {MAX_DEPTH} levels") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise RecipeError(
+            f"{where}:{line}: the character {error.character:#x} is not text"
+        ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
@@ -65,19 +112,24 @@ def parse_yaml(text: str, where: str) -> Any:
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Reads a file that holds one mapping. Raises RecipeError when it cannot be read or is none."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise RecipeError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: cannot be read: {error}") from None
-    content = parse_yaml(text, str(path))
-    if not isinstance(content, dict):
-        raise RecipeError(f"{path}: a mapping of keys is due, got {describe(content)}")
-    return content
+        check_file(path)
+        content = Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        raise RecipeError(str(error)) from None
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        byte = content[error.start]
+        raise RecipeError(f"{path}:{line}: not UTF-8: byte {byte:#04x}") from None
+    mapping = parse_yaml(text, str(path))
+    if not isinstance(mapping, dict):
+        raise RecipeError(f"{path}: a mapping of keys is due, got {describe(mapping)}")
+    return mapping
 
 
 def describe(value: Any) -> str:
-    """A value with its kind, for messages: ``'1e-6' (text)``."""
+    """A value with its kind, for messages: ``'1e-6' (text)``; long ones are cut."""
     kinds = {str: "text", bool: "true/false", int: "whole number", float: "number"}
     if value is None:
         return "nothing"
@@ -85,7 +137,7 @@ def describe(value: Any) -> str:
         return "a mapping"
     if isinstance(value, list):
         return "a list"
-    return f"{value!r} ({kinds.get(type(value), type(value).__name__)})"
+    return f"{short(value)} ({kinds.get(type(value), type(value).__name__)})"
 
 
 class _Dumper(yaml.SafeDumper):
