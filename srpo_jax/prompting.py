@@ -20,7 +20,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Fitted:
-    """Token ids of a prompt and how many of its texts were cut to make it fit."""
+    """Token ids of a prompt and how many of its texts were cut, to their own limit or to fit."""
 
     ids: tuple[int, ...]
     text: str
@@ -34,14 +34,18 @@ def fit_prompt(
 
     Every cuttable text first keeps at most its own limit. If the whole is still too long, all of
     them get an equal share of what the fixed part leaves (what short ones do not use goes to the
-    others), and a cut is marked. Raises EpisodeFailed("prompt_budget") when the fixed part alone
-    does not fit.
+    others). A cut of either kind is counted, and marked where the mark has room. Raises
+    EpisodeFailed("prompt_budget") when the fixed part alone does not fit.
     """
 
     def render(texts: list[str]) -> tuple[str, list[int]]:
         rest = iter(texts)
         user = "".join(p if isinstance(p, str) else next(rest) for p in prompt.user)
         return user, tokenizer.encode_chat(prompt.system, user, thinking=thinking)
+
+    def fitted(texts: list[str]) -> Fitted:
+        cuts = sum(part.text != text for part, text in zip(cuttable, texts, strict=True))
+        return Fitted(tuple(ids), user, cuts)
 
     cuttable = [part for part in prompt.user if isinstance(part, Cut)]
     texts = [
@@ -50,7 +54,7 @@ def fit_prompt(
     ]
     user, ids = render(texts)
     if len(ids) <= budget:
-        return Fitted(tuple(ids), user, 0)
+        return fitted(texts)
     fixed = len(render([""] * len(texts))[1])
     if fixed > budget or not texts:
         raise EpisodeFailed(
@@ -63,13 +67,12 @@ def fit_prompt(
         # Tokens may merge differently at the seams, so the room shrinks until the whole fits.
         share = equal_share(lengths, room)
         shorter = [
-            text if length <= share else _shorten(tokenizer, part, share, text)
+            text if length <= share else _shorten(tokenizer, part, share)
             for part, text, length in zip(cuttable, texts, lengths, strict=True)
         ]
         user, ids = render(shorter)
         if len(ids) <= budget:
-            cuts = sum(a != b for a, b in zip(texts, shorter, strict=True))
-            return Fitted(tuple(ids), user, cuts)
+            return fitted(shorter)
         room -= len(ids) - budget
 
 
@@ -85,15 +88,15 @@ def equal_share(lengths: list[int], room: int) -> int:
     return share
 
 
-def _shorten(tokenizer: Tokenizer, part: Cut, limit: int, text: str | None = None) -> str:
+def _shorten(tokenizer: Tokenizer, part: Cut, limit: int) -> str:
     """The kept end of a text within ``limit`` tokens; the cut is marked where the mark has room."""
-    text = part.text if text is None else text
     if limit <= 0:
         return ""
-    if tokenizer.count_text(text) <= limit:
-        return text
-    room = limit - tokenizer.count_text(MARK)
-    if room <= 0 or part.limit is not None:
-        return tokenizer.cut_text(text, limit, part.keep)
-    kept = tokenizer.cut_text(text, room, part.keep)
-    return MARK + kept if part.keep == "last" else kept + " " + MARK.strip()
+    if tokenizer.count_text(part.text) <= limit:
+        return part.text
+    for room in range(limit - tokenizer.count_text(MARK), 0, -1):
+        kept = tokenizer.cut_text(part.text, room, part.keep)
+        marked = MARK + kept if part.keep == "last" else kept + " " + MARK.strip()
+        if tokenizer.count_text(marked) <= limit:  # tokens may merge differently at the seam
+            return marked
+    return tokenizer.cut_text(part.text, limit, part.keep)

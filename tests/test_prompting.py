@@ -97,10 +97,23 @@ def test_the_share_is_the_largest_that_fits(lengths, room):
     assert used(share + 1) > room or used(share) == sum(lengths)
 
 
-def test_own_limits_hold_also_where_all_fits():
+def test_own_limits_hold_also_where_all_fits_and_count_as_cuts():
     user = ["x=", Cut("abcdefgh", limit=3), " y=", Cut("abcdefgh", "first", 3), Cut("z", limit=3)]
     fitted = fit(user, room=100)
-    assert (fitted.text, fitted.cuts) == ("x=fgh y=abcz", 0)
+    assert (fitted.text, fitted.cuts) == ("x=fgh y=abcz", 2)  # the mark has six letters
+
+
+def test_a_cut_to_its_own_limit_is_marked():
+    user = [Cut("abcdefghijkl", limit=9), "|", Cut("abcdefghijkl", "first", 9), "|", Cut("z")]
+    fitted = fit(user, room=100)
+    assert (fitted.text, fitted.cuts) == ("[...] jkl|abc [...]|z", 2)
+
+
+def test_a_text_cut_to_its_limit_and_then_to_its_share_has_one_mark():
+    """The shares are 8 letters each."""
+    user = [Cut("abcdefghijkl", limit=9), Cut("abcdefghijkl", "first", limit=9)]
+    fitted = fit(user, room=16)
+    assert (fitted.text, fitted.cuts) == ("[...] klab [...]", 2)
 
 
 def test_limited_texts_share_like_the_others():
@@ -149,9 +162,10 @@ def test_a_fitted_prompt_is_a_chat_within_its_budget(tokenizer, system, user, bu
         return
     assert len(fitted.ids) <= budget
     assert fitted.ids == tuple(tokenizer.encode_chat(system, fitted.text))
-    assert fitted.cuts <= sum(isinstance(part, Cut) for part in user)
-    if fitted.cuts == 0 and all(part.limit is None for part in user if isinstance(part, Cut)):
-        assert fitted.text == prompt.text()
+    limited = [part for part in user if isinstance(part, Cut) and part.limit is not None]
+    longer = sum(tokenizer.count_text(part.text) > part.limit for part in limited)
+    assert longer <= fitted.cuts <= sum(isinstance(part, Cut) for part in user)
+    assert fitted.cuts or fitted.text == prompt.text()
 
 
 @settings(deadline=None, max_examples=100)
