@@ -23,6 +23,7 @@ import asyncio
 import contextvars
 import hashlib
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -41,8 +42,7 @@ class EpisodeFailed(Exception):
 
     def __init__(self, cause: str, detail: str = ""):
         super().__init__(f"{cause}: {detail}" if detail else cause)
-        self.cause = cause
-        self.detail = detail
+        self.cause, self.detail = str(cause), str(detail)
 
 
 @dataclass(frozen=True)
@@ -65,20 +65,39 @@ class Cut:
     """A teammate's or a tool's text inside a prompt: it may be shortened to fit the budget.
 
     ``limit`` caps its tokens in any case; beyond that, all cuttable texts of a prompt share what
-    the fixed part leaves in equal parts. ``keep`` says which end survives.
+    the fixed part leaves in equal parts. ``keep`` says which end survives. Raises TypeError for
+    values of other kinds.
     """
 
     text: str
     keep: Literal["last", "first"] = "last"
     limit: int | None = None
 
+    def __post_init__(self) -> None:
+        _due("Cut: text", self.text, isinstance(self.text, str), "a string")
+        _due("Cut: keep", self.keep, self.keep in ("last", "first"), "'last' or 'first'")
+        whole = isinstance(self.limit, int) and self.limit >= 0
+        _due("Cut: limit", self.limit, self.limit is None or whole, "a number of tokens or None")
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """A fresh chat: a system message and one user turn, its parts joined without separators."""
+    """A fresh chat: a system message and one user turn, its parts joined without separators.
+
+    ``user`` may be given as any sequence of parts, or as one string. Raises TypeError for values of
+    other kinds.
+    """
 
     system: str
     user: tuple[str | Cut, ...]
+
+    def __post_init__(self) -> None:
+        _due("Prompt: system", self.system, isinstance(self.system, str), "a string")
+        parts = (self.user,) if isinstance(self.user, str | Cut) else self.user
+        _due("Prompt: user", parts, isinstance(parts, Sequence), "strings and Cuts in a tuple")
+        for part in parts:
+            _due("Prompt: a part of user", part, isinstance(part, str | Cut), "a string or a Cut")
+        object.__setattr__(self, "user", tuple(parts))
 
     def text(self) -> str:
         """The user turn, uncut."""
@@ -98,12 +117,22 @@ class Output:
 @dataclass(frozen=True)
 class Score:
     """What a reward says of an outcome. ``error`` marks a grade that could not be decided in its
-    limits: it is counted apart from wrong answers."""
+    limits: it is counted apart from wrong answers. Raises TypeError for values of other kinds, a
+    reward that is not finite among them.
+    """
 
     reward: float
     correct: bool
     error: str | None = None
     info: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reward", _finite("Score: reward", self.reward))
+        verdict = self.correct is not None and self.correct in (True, False)
+        _due("Score: correct", self.correct, verdict, "True or False")
+        object.__setattr__(self, "correct", bool(self.correct))
+        _due("Score: error", self.error, isinstance(self.error, str | None), "a string or None")
+        object.__setattr__(self, "info", _figures("Score: info", self.info))
 
 
 @dataclass(frozen=True)
@@ -111,13 +140,41 @@ class Outcome:
     """How an episode ended: the response that is scored, the last state, and figures to log.
 
     ``score`` is for workflows that score themselves; otherwise the recipe's reward is asked, then
-    the workflow's own ``reward`` method.
+    the workflow's own ``reward`` method. Raises TypeError for values of other kinds.
     """
 
     response: str
     state: Any = None
     score: Score | None = None
     info: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _due("Outcome: response", self.response, isinstance(self.response, str), "a string")
+        _due("Outcome: score", self.score, isinstance(self.score, Score | None), "a Score or None")
+        object.__setattr__(self, "info", _figures("Outcome: info", self.info))
+
+
+def _due(what: str, value: Any, right: bool, due: str) -> None:
+    """Raises TypeError at the line where a workflow or a reward made a wrong value."""
+    if not right:
+        found = "None" if value is None else f"{type(value).__name__} {value!r:.60}"
+        raise TypeError(f"{what}: {due} is due, got {found}")
+
+
+def _finite(what: str, value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    _due(what, value, math.isfinite(number), "a finite number")
+    return number
+
+
+def _figures(what: str, info: Any) -> dict[str, float]:
+    _due(what, info, isinstance(info, Mapping), "a mapping of names to numbers")
+    for name in info:
+        _due(f"{what}: a name", name, isinstance(name, str), "a string")
+    return {name: _finite(f"{what}[{name!r}]", value) for name, value in info.items()}
 
 
 Render = Callable[[str, Any], Prompt]
@@ -159,13 +216,20 @@ class Team(ABC):
 
     Subclasses say how outputs are sampled; what makes an event is decided here, once.
     ``tool_seconds`` is the time limit of one tool call, from the start of its work;
-    ``queue_seconds`` that of its waiting for a free thread before.
+    ``queue_seconds`` that of its waiting for a free thread before. ``roles``: those that calls may
+    name (None: any).
     """
 
-    def __init__(self, tool_seconds: float = 30.0, queue_seconds: float = QUEUE_SECONDS):
+    def __init__(
+        self,
+        tool_seconds: float = 30.0,
+        queue_seconds: float = QUEUE_SECONDS,
+        roles: Sequence[str] | None = None,
+    ):
         self.calls: list[Call] = []
         self.tool_calls: dict[str, int] = {}
         self._tool_seconds, self._queue_seconds = tool_seconds, queue_seconds
+        self._roles = roles
         self._outputs = 0
 
     @abstractmethod
@@ -186,6 +250,7 @@ class Team(ABC):
 
     def malformed(self, output: Output, reason: str) -> None:
         """Marks an output that does not parse. It stays in its event, is penalised and trained."""
+        _due("malformed(): the reason", reason, isinstance(reason, str), "a string")
         for call in reversed(self.calls):
             if any(output is o for o in call.outputs):
                 call.malformed[output.uid] = reason
@@ -272,12 +337,21 @@ class Team(ABC):
         roles: Sequence[str],
         render: Render,
     ) -> tuple[Output, ...]:
+        _due("the type of an event", type_, isinstance(type_, str), "a string")
+        _due(f"{type_}: roles", roles, not isinstance(roles, str), "a list of roles")
         roles = tuple(roles)
         if not roles:
             raise ValueError(f"{type_}: a call needs at least one role")
         if len(set(roles)) != len(roles):
             raise ValueError(f"{type_}: a role acts once in an event, got {list(roles)}")
+        for role in roles if self._roles is not None else ():
+            if role not in self._roles:
+                raise ValueError(
+                    f"{type_}: {role!r} is none of the workflow's roles: {', '.join(self._roles)}"
+                )
         prompts = tuple(render(role, state) for role in roles)
+        for role, prompt in zip(roles, prompts, strict=True):
+            _due(f"{type_}: what {role!r} is shown", prompt, isinstance(prompt, Prompt), "a Prompt")
         call = Call(kind, type_, state, state_digest(state), roles, render, prompts)
         self.calls.append(call)
         first = self._outputs
@@ -306,8 +380,9 @@ class ScriptedTeam(Team):
         replies: Replies,
         tool_seconds: float = 30.0,
         queue_seconds: float = QUEUE_SECONDS,
+        roles: Sequence[str] | None = None,
     ):
-        super().__init__(tool_seconds, queue_seconds)
+        super().__init__(tool_seconds, queue_seconds, roles)
         if callable(replies):
             self._reply = replies
         elif isinstance(replies, Mapping):

@@ -7,6 +7,7 @@ placeholders. With --checkpoint a model speaks instead.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +18,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from envs.workflow import EpisodeFailed, Outcome, Prompt, Score, ScriptedTeam, Task, Team, Workflow
+from envs.workflow import EpisodeFailed, Outcome, Prompt, ScriptedTeam, Task, Team, Workflow
 from launch.cli import Parser, entry, output, visible
 from srpo_jax.config import RetrieverConfig, WorkflowConfig
 from srpo_jax.plugins import build_retriever, make_workflow
+from srpo_jax.user_code import UserCodeError, checked_outcome, checked_score, raised_at
 from srpo_jax.yaml_reading import RecipeError, parse_yaml
 
 BUILT_IN = ("math", "search")
@@ -88,17 +90,22 @@ class Rehearsal:
 
 
 async def act_out(workflow: Workflow, task: Task, replies: Any) -> Rehearsal:
-    """The episode with given outputs (see ScriptedTeam)."""
-    team = ScriptedTeam(replies)
+    """The episode with given outputs (see ScriptedTeam). Raises UserCodeError."""
+    team = ScriptedTeam(replies, roles=workflow.roles)
     try:
-        outcome = await workflow.run(task, team)
+        outcome = checked_outcome(await workflow.run(task, team), workflow.run)
         score = outcome.score
-        if score is None and hasattr(workflow, "reward"):
-            score = await workflow.reward(task, outcome, team)
+        if score is None and getattr(workflow, "reward", None) is not None:
+            value = workflow.reward(task, outcome, team)
+            value = await value if inspect.isawaitable(value) else value
+            score = checked_score(value, workflow.reward)
     except EpisodeFailed as error:
         return Rehearsal(team, failure=str(error))
-    reward = score.reward if isinstance(score, Score) else score
-    return Rehearsal(team, outcome, None if reward is None else float(reward))
+    except UserCodeError:
+        raise
+    except Exception as error:  # the workflow's own
+        return Rehearsal(team, failure=f"{type(error).__name__}: {raised_at(error)}")
+    return Rehearsal(team, outcome, None if score is None else score.reward)
 
 
 def speak(

@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +17,7 @@ from typing import Any
 from envs.workflow import Workflow
 from srpo_jax.config import Recipe, RecipeError, RetrieverConfig, WorkflowConfig
 from srpo_jax.recipe_errors import nearest
+from srpo_jax.user_code import raised_at
 
 
 def find_file(path: str, folder: Path | None = None) -> Path:
@@ -85,7 +86,39 @@ def make_workflow(
         found = retriever()
         if found is not None:
             args["retriever"] = found
-    return call_with_args(build, args, keywords, "workflow.args")
+    return check_workflow(call_with_args(build, args, keywords, "workflow.args"))
+
+
+def check_workflow(workflow: Any) -> Workflow:
+    """The workflow itself. Raises RecipeError unless it names its roles and has a ``run``."""
+    name = getattr(type(workflow), "__name__", "it")
+    roles = getattr(workflow, "roles", None)
+    listed = isinstance(roles, Sequence) and not isinstance(roles, str)
+    if not listed or not roles or not all(isinstance(role, str) for role in roles):
+        raise RecipeError(
+            f"workflow: {name}.roles is {roles!r}: the names of its roles are due, like "
+            "('solver', 'judge')"
+        )
+    if not callable(getattr(workflow, "run", None)):
+        raise RecipeError(f"workflow: {name} has no `async def run(self, task, team)`")
+    _check_takes(workflow.run, f"workflow: {name}.run", "task", "team")
+    if getattr(workflow, "reward", None) is not None:
+        _check_takes(workflow.reward, f"workflow: {name}.reward", "task", "outcome", "team")
+    return workflow
+
+
+def _check_takes(function: Callable[..., Any], where: str, *arguments: str) -> None:
+    """Raises RecipeError unless a function can be called with these positional arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some built-in ones have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        raise RecipeError(
+            f"{where} takes {signature}, but is called with ({', '.join(arguments)})"
+        ) from None
 
 
 def workflow_class(config: WorkflowConfig, folder: Path | None = None) -> Callable[..., Workflow]:
@@ -127,8 +160,14 @@ def build_reward(recipe: Recipe) -> Callable[..., Any] | None:
     if recipe.reward is None:
         return None
     function = load_object(recipe.reward.path, recipe.folder)
+    return check_reward(function, f"reward.path: {recipe.reward.path}")
+
+
+def check_reward(function: Any, where: str = "reward") -> Callable[..., Any]:
+    """The function itself. Raises RecipeError unless it takes a task and an outcome."""
     if not callable(function):
-        raise RecipeError(f"reward.path: {recipe.reward.path} is not a function")
+        raise RecipeError(f"{where} is not a function")
+    _check_takes(function, where, "task", "outcome")
     return function
 
 
@@ -149,6 +188,8 @@ def call_with_args(
         raise
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{where}: {error}") from error
+    except Exception as error:
+        raise RecipeError(f"{where}: {type(error).__name__}: {raised_at(error)}") from error
 
 
 def _keywords(function: Callable[..., Any]) -> set[str] | None:

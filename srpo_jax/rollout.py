@@ -106,8 +106,9 @@ class EngineTeam(Team):
         tokenizer: Tokenizer,
         config: SamplingConfig,
         prompts: dict[Any, Fitted],
+        roles: Sequence[str] | None = None,
     ):
-        super().__init__(config.tool_seconds, config.queue_seconds)
+        super().__init__(config.tool_seconds, config.queue_seconds, roles)
         self.members: dict[int, Member] = {}
         self.fitted: dict[int, Fitted] = {}
         self.clock = EpisodeClock(config.episode_seconds)
@@ -200,10 +201,11 @@ class Rollout:
         queue = EngineQueue(self._engine, config.queue_seconds)
         prompts: dict[Any, Fitted] = {}
         gate = asyncio.Semaphore(self._concurrency)
+        roles = getattr(self._workflow, "roles", None)
 
         async def one(plan):
             async with gate:
-                team = EngineTeam(plan, queue, self._tokenizer, config, prompts)
+                team = EngineTeam(plan, queue, self._tokenizer, config, prompts, roles)
                 result = await self._episode(plan, team, config)
             if on_done is not None:
                 on_done(result)
@@ -269,7 +271,7 @@ class Rollout:
             value = await team.tool("reward", self._reward, task, outcome)
             return checked_score(value, self._reward)
         if outcome.score is not None:
-            return checked_score(outcome.score, workflow.run)
+            return outcome.score
         if own is None:
             raise UserCodeError(
                 f"{defined_at(workflow.run)} returned an Outcome without a score, "

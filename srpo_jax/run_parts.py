@@ -24,7 +24,7 @@ from srpo_jax.engine import Engine
 from srpo_jax.learner import Learner
 from srpo_jax.learner_programs import LearnerSettings
 from srpo_jax.optimizer import make_optimizer
-from srpo_jax.plugins import build_reward, build_workflow
+from srpo_jax.plugins import build_reward, build_workflow, check_reward, check_workflow
 from srpo_jax.remote_engine import RemoteEngine
 from srpo_jax.rollout import Rollout, SamplingConfig
 from srpo_jax.run_engine import local_engine, remote_engine
@@ -112,8 +112,8 @@ def build_parts(
         starting(what)
 
     begin("reading tasks")
-    workflow = workflow or build_workflow(recipe)
-    reward = reward or build_reward(recipe)
+    workflow = build_workflow(recipe) if workflow is None else check_workflow(workflow)
+    reward = build_reward(recipe) if reward is None else check_reward(reward)
     sets = task_sets(recipe)
     rollout = recipe.rollout
     begin(f"loading model {recipe.model.path}")

@@ -306,6 +306,7 @@ class MyTeam:
         if size < 1:
             raise ValueError("size must be at least 1")
         self.size, self.retriever = size, retriever
+    async def run(self, task, team): ...
 def reward(task, outcome):
     return 1.0
 """

@@ -224,6 +224,8 @@ class TestFailures:
         """The call's first request was in already: it is taken back."""
 
         class Uneven(TwoTurns):
+            roles = ("a", "b", "judge", "b" * 40)
+
             async def trouble(self, task, team):
                 state = State("stuck")
                 await team.act("uneven", state, roles=["a", "b" * 40], render=render)
