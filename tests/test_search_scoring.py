@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.search.scoring import contains_answer, exact_match, extract_answer, f1, normalize
+from tests.linear_time import assert_linear
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,12 @@ from envs.search.scoring import contains_answer, exact_match, extract_answer, f1
         ("The", ["The"], False),
         ("not Paris", ["Paris"], False),
         ("Beyonce", ["Beyoncé"], False),
+        ("Beyonce\u0301", ["Beyonc\u00e9"], True),  # one text: the accent apart, and composed
+        ("\u1112\u1161\u11ab", ["\ud55c"], True),  # Hangul likewise
+        # SQuAD's rules, which Search-R1 has: only ASCII punctuation is dropped.
+        ("St. Peter\u2019s Basilica", ["St. Peter's Basilica"], False),
+        ("1914\u20131918", ["1914-1918"], False),
+        ("\u22125", ["-5"], False),
         ("  an   Apple ", ["apple"], True),
         ("theatre", ["atre"], False),
         ("Paris", "Paris", True),  # one gold, not a list of letters
@@ -88,6 +95,21 @@ def test_contains_answer_matches_whole_words():
     assert contains_answer("code: XAF.", ["xaf"])
     assert not contains_answer("Chadian francs", ["Chad"])
     assert not contains_answer("anything", ["the", ""])
+
+
+def test_two_encodings_of_a_text_count_as_one_in_f1_and_as_evidence():
+    composed, apart = "\u00c9mile Zola", "E\u0301mile Zola"
+    assert f1(apart, [composed]) == 1.0
+    assert contains_answer(f"by {apart} in 1885", [composed])
+    assert contains_answer(f"by {composed} in 1885", [apart])
+
+
+def test_scoring_takes_linear_time():
+    units = ("word ", "the ", "<answer>", "<answer></answer>", "</answer>", ".", "e\u0301", "a")
+    assert_linear(normalize, *units)
+    assert_linear(extract_answer, *units, around="<answer>{}")
+    assert_linear(lambda text: f1(text, [text]), "word ", "a b ")
+    assert_linear(lambda text: contains_answer(text, ["b c"]), "b ", " b", "c b ")
 
 
 def test_normalize_keeps_accents():

@@ -1,13 +1,16 @@
 """Exact match and F1 for short factual answers.
 
-Both compare normalised texts: lower-case, punctuation dropped, the articles a/an/the dropped,
-spaces collapsed. Accents are kept. An answer that normalises to nothing never matches.
+Both compare normalised texts by SQuAD's rules, as Search-R1 does: lower-case, ASCII punctuation
+dropped (curly quotes, dashes and the minus sign are not ASCII: they stay and count), the articles
+a/an/the dropped, spaces collapsed. Accents are kept, in Unicode's composed form (NFC), so that one
+text in two encodings is one. An answer that normalises to nothing never matches.
 """
 
 from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 
@@ -18,7 +21,7 @@ _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 def normalize(text: str) -> str:
     """The form in which answers are compared."""
-    text = text.lower().translate(_NO_PUNCTUATION)
+    text = unicodedata.normalize("NFC", text).lower().translate(_NO_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 

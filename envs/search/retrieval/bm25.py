@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,8 +17,11 @@ _WORD = re.compile(r"\d[\d.,]*\d|\w+")
 
 
 def words(text: str) -> list[str]:
-    """The terms of a text, lower-cased: numbers such as 1,284,000, runs of letters and digits."""
-    return _WORD.findall(text.lower())
+    """The terms of a text, lower-cased: numbers such as 1,284,000, runs of letters and digits.
+
+    Accents are composed with their letters first (NFC): apart, they would end a word.
+    """
+    return _WORD.findall(unicodedata.normalize("NFC", text).lower())
 
 
 class BM25Retriever:
