@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import json
 import math
 import socket
 import subprocess
@@ -26,6 +25,7 @@ from envs.search.retrieval.corpus import CorpusError, load_corpus, read_corpus
 from envs.search.retrieval.http_client import HTTPRetriever, parse_result
 from envs.search.retrieval.server import create_app
 from launch import serve_retriever
+from tests.linear_time import assert_linear
 
 ROOT = Path(__file__).resolve().parent.parent
 ANIMALS = ["a cat purrs", "a dog plays", "a bird flies", "a fish swims"]
@@ -82,6 +82,20 @@ def test_words():
     assert words("N'Djamena: 1,284,000 sq km, .td É") == [
         "n", "djamena", "1,284,000", "sq", "km", "td", "é",
     ]  # fmt: skip
+
+
+def test_one_text_in_two_encodings_is_one():
+    """An accent composed with its letter (NFC), and the two as characters of their own (NFD)."""
+    composed, apart = "Beyonc\u00e9 sings", "Beyonce\u0301 sings"
+    assert words(composed) == words(apart) == ["beyonc\u00e9", "sings"]
+    for passage, query in ((composed, apart), (apart, composed)):
+        retriever = BM25Retriever(corpus("Beyonc", passage, "another"))
+        (found,) = asyncio.run(retriever.search([query.split()[0]], 3))
+        assert [hit.id for hit in found] == ["1"]
+
+
+def test_finding_words_takes_linear_time():
+    assert_linear(words, "word ", "1,", "1.", "9", "e\u0301", "\u0301", ",", "1 ", "\u1100\u1161")
 
 
 def test_importing_the_search_modules_loads_neither_jax_nor_tensorflow():
@@ -363,6 +377,7 @@ def test_parse_result_takes_both_forms():
         {"result": [[{"document": {"id": 1}}]]},
         {"result": [[{"id": 1, "contents": None}]]},
         {"result": [[{"document": {"id": 1, "contents": "x"}, "score": [1]}]]},
+        {"result": [[{"document": {"id": 1, "contents": "x"}, "score": 10**400}]]},
     ],
 )
 def test_an_answer_of_another_shape_fails_for_good(answer):
@@ -374,10 +389,14 @@ def test_an_answer_of_another_shape_fails_for_good(answer):
     assert len(script.bodies) == 1
 
 
-def test_an_answer_that_is_no_json_fails_for_good():
+@pytest.mark.parametrize(
+    "answer",
+    ["<html>", "[" * 100_000, b"\xff", "9" * 5000, '{"result": [[{"contents": "\\ud800"}]]}'],
+)
+def test_an_answer_that_is_no_json_fails_for_good(answer):
     with (
-        serving(Script(Response("<html>")).app) as address,
-        pytest.raises(RetrievalError, match="http"),
+        serving(Script(Response(answer)).app) as address,
+        pytest.raises(RetrievalError, match=r"http.* not JSON"),
     ):
         ask([address], ["x"])
 
@@ -393,17 +412,6 @@ def test_refused_client_arguments():
 
 
 # ---- launch -----------------------------------------------------------------------------------
-
-
-def test_serve_retriever_serves_on_this_machine_alone(monkeypatch, capsys, tmp_path):
-    path = tmp_path / "c.jsonl"
-    path.write_text(json.dumps({"id": "a", "contents": "cat"}) + "\n")
-    seen = {}
-    monkeypatch.setattr(uvicorn, "run", lambda app, **options: seen.update(app=app, **options))
-    assert serve_retriever.main([str(path), "--port", "8123"]) == 0
-    assert seen["host"] == "127.0.0.1" and seen["port"] == 8123
-    assert post(seen["app"], {"query": "cat"}).json()["result"][0][0]["id"] == "a"
-    assert "1 passages" in capsys.readouterr().out
 
 
 def test_serve_retriever_refuses_in_one_line(capsys, tmp_path):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import httpx
 
 from envs.search.retrieval.base import Passage, RetrievalError
+from envs.text_files import parse_json, short
 
 _BACKOFF_CAP = 4.0
 
@@ -103,7 +104,7 @@ class HTTPRetriever:
             if response.status_code != 200:
                 raise RetrievalError(f"{url}: status {response.status_code} {response.text[:200]}")
             try:
-                return parse_result(response.json(), count)
+                return parse_result(parse_json(response.text), count)
             except ValueError as error:
                 raise RetrievalError(f"{url}: {error}") from None
         raise RetrievalError(f"{failure} ({self._tries} tries)")
@@ -130,6 +131,10 @@ def _passage(entry: Any) -> Passage:
         raise ValueError('a document of the answer has no text under "contents"')
     contents = document["contents"]
     score = (entry.get("score") if scored else None) or 0.0
-    if not isinstance(score, int | float):
-        raise ValueError(f"a score of the answer is no number: {score!r}")
-    return Passage(str(document.get("id", contents)), contents, float(score))
+    try:
+        score = float(score) if isinstance(score, int | float) else None
+    except OverflowError:
+        score = None
+    if score is None:
+        raise ValueError(f"a score of the answer is no number: {short(entry['score'])}")
+    return Passage(str(document.get("id", contents)), contents, score)
