@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from srpo_jax.events import Event
-from srpo_jax.rollout import EpisodeResult
+from srpo_jax.rollout import UNDECIDED, EpisodeResult
 
-CUT, MALFORMED, PENALTY_ONLY, CLIPPED = 0.25, 0.5, 0.5, 50.0  # past these there is a warning
+# Past these there is a warning.
+CUT, MALFORMED, PENALTY_ONLY, CLIPPED, LEFT_OUT = 0.25, 0.5, 0.5, 50.0, 0.1
 
 
 def step_warnings(
@@ -28,6 +29,12 @@ def step_warnings(
         found["cut"] = (
             f"{cut:.0%} of the outputs were cut by rollout.response_tokens: what they would have "
             "answered is unknown"
+        )
+    undecided = [r for r in results if r.failure == UNDECIDED]
+    if len(undecided) > LEFT_OUT * len(results):
+        found["undecided"] = (
+            f"{len(undecided)} of {len(results)} episodes are left out: their grade is undecided "
+            f"({undecided[0].plan.id}: {undecided[0].detail})"
         )
     malformed = _share([not m.well_formed for event in events for m in event.members])
     if malformed > MALFORMED:

@@ -19,6 +19,7 @@ from models.tiny import tiny_config
 from models.tokenizer import ChatTokenizer
 from srpo_jax.engine import Engine, request_key
 from srpo_jax.rollout import Rollout, SamplingConfig, count_failures
+from srpo_jax.run_warnings import step_warnings
 from srpo_jax.step_metrics import rollout_metrics
 from srpo_jax.user_code import UserCodeError
 from tests.make_tiny_tokenizer import TINY
@@ -362,6 +363,9 @@ class TestRewards:
         metrics = rollout_metrics(results, [], [])
         assert metrics["episodes/grade_errors"] == 1 and metrics["episodes/failed"] == 0
         assert metrics["reward/mean"] == 1.0  # over the scored ones
+        said = step_warnings(results, [], [], None, None)["undecided"]
+        assert said.startswith("1 of 3 episodes are left out")
+        assert "(s5-t1-r0: time limit)" in said
 
     def test_a_reward_that_raises_drops_the_episode(self):
         def reward(task, outcome):

@@ -292,9 +292,6 @@ class TestCancellation:
 
     @pytest.mark.parametrize("seconds", [0.3, 0.31, 0.32])
     def test_an_interrupt_ends_a_rollout_at_once(self, seconds):
-        """Hung rewards and tools, requests with and without a slot: nothing is waited for."""
-        engine = FakeEngine(slots=4)
-        prompts = ["tool", "async tool", "swallows", "x", "x", "stuck", "stuck"]
         interrupted = []
 
         def interrupt():
@@ -302,11 +299,34 @@ class TestCancellation:
             os.kill(os.getpid(), signal.SIGINT)
 
         threading.Timer(seconds, interrupt).start()
-        rollout = Rollout(engine, Letters(), Stubborn(), reward=lambda task, outcome: NEVER.wait())
         with pytest.raises(KeyboardInterrupt):
-            rollout.run(plans_of(prompts * 4), CONFIG)
+            self.hang()
         assert time.perf_counter() - interrupted[0] < 2
-        assert engine.idle
+
+    def test_a_run_that_is_to_stop_ends_its_rollout_at_once(self):
+        class Stopped(Exception):
+            pass
+
+        def check():
+            if time.perf_counter() > stopped:
+                raise Stopped
+
+        stopped = time.perf_counter() + 0.3
+        with pytest.raises(Stopped):
+            self.hang(check=check)
+        assert time.perf_counter() - stopped < 2
+
+    def hang(self, **options):
+        """Hung rewards and tools, requests with and without a slot: nothing is waited for."""
+        engine = FakeEngine(slots=4)
+        prompts = ["tool", "async tool", "swallows", "x", "x", "stuck", "stuck"]
+        rollout = Rollout(
+            engine, Letters(), Stubborn(), reward=lambda task, outcome: NEVER.wait(), **options
+        )
+        try:
+            rollout.run(plans_of(prompts * 4), CONFIG)
+        finally:
+            assert engine.idle
 
     def test_an_episode_that_cancels_itself_ends_alone(self):
         class Cancels(TwoTurns):
