@@ -12,7 +12,7 @@ from rich.text import Text
 from launch.cli import Parser, entry, output
 from srpo_jax.config import Recipe, load_recipe
 from srpo_jax.evaluation import paired_difference
-from srpo_jax.metrics import read_metrics, read_verdicts
+from srpo_jax.metrics import RunFileError, read_metrics, read_verdicts
 
 RECIPES = ("configs/quickstart_math.yaml", "configs/quickstart_search.yaml")
 CURVES = (
@@ -73,8 +73,13 @@ def before_after_table(recipes: list[Recipe], seconds: dict[str, float]) -> Tabl
         table.add_column(name, justify="right")
     for recipe in recipes:
         verdicts = read_verdicts(recipe.run_dir)
+        if len(verdicts) < 2:
+            raise RunFileError(f"{recipe.run_dir}: there are no two evaluations to compare")
         first, last = verdicts[min(verdicts)], verdicts[max(verdicts)]
-        for name in first:
+        for name in recipe.tasks.eval:
+            shapes = {side[name].shape if name in side else None for side in (first, last)}
+            if len(shapes) > 1 or None in shapes:
+                raise RunFileError(f"{recipe.run_dir}: {name} was not evaluated alike twice")
             difference, error = paired_difference(first[name], last[name])
             table.add_row(
                 name,

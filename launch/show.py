@@ -5,13 +5,62 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
 from rich.table import Table
 from rich.text import Text
 
 from launch.cli import Parser, entry, output, visible
-from srpo_jax.metrics import episode_steps, find_episode, read_episodes
+from srpo_jax.metrics import RunFileError, episode_steps, find_episode, read_episodes
 from srpo_jax.recipe_errors import nearest
 from srpo_jax.yaml_reading import RecipeError
+
+
+class Member(BaseModel):
+    """What is shown of a member of an event."""
+
+    role: str
+    prompt: str
+    response: str
+    prompt_tokens: int
+    response_tokens: int
+    stop_reason: str | None
+    well_formed: bool
+    malformed: str | None
+
+
+class Event(BaseModel):
+    """What is shown of an event."""
+
+    type: str
+    turn: int
+    state_id: str
+    state: str
+    expected: int
+    advantage: float | None = None
+    members: list[Member]
+
+
+class Problem(BaseModel):
+    """What is shown of a task."""
+
+    id: str
+    prompt: str
+    answer: Any
+
+
+class Episode(BaseModel):
+    """What is shown of an episode's record; it may hold more."""
+
+    id: str
+    step: int
+    task: Problem
+    reward: float | None
+    correct: bool | None
+    failure: str | None = None
+    detail: str = ""
+    events: list[Event]
+    outcome: dict[str, Any] | None
+    cost: dict[str, float]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,13 +80,26 @@ def main(argv: list[str] | None = None) -> int:
             raise RecipeError(
                 f"{args.run}: no episode {args.episode!r}, {nearest(args.episode, known)}"
             )
-        console.print(render_episode(episode), soft_wrap=True)
+        console.print(render_episode(_checked(episode, args.run)), soft_wrap=True)
         return 0
     step = steps[-1] if args.step is None else args.step
     if step not in steps:
         raise RecipeError(f"{args.run}: no episodes of step {step}; kept: {_ranges(steps)}")
-    console.print(episode_table(read_episodes(args.run, step), f"step {step}"))
+    episodes = [_checked(episode, args.run) for episode in read_episodes(args.run, step)]
+    console.print(episode_table(episodes, f"step {step}"))
     return 0
+
+
+def _checked(record: dict[str, Any], run: str) -> dict[str, Any]:
+    try:
+        Episode.model_validate(record)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"]))
+        raise RunFileError(
+            f"{run}: episode {record['id']!r} is no episode's record ({place}: {problem['msg']})"
+        ) from None
+    return record
 
 
 def render_episode(episode: Mapping[str, Any]) -> Text:

@@ -20,6 +20,12 @@ EPISODES_FOLDER = "episodes"
 VERDICTS_FOLDER = "evaluations"
 
 
+class RunFileError(ValueError):
+    """A file of a run that holds something else than it should; one line that names it."""
+
+    exit_code = 2
+
+
 class MetricLogger:
     """Appends one flat row of numbers a step to ``metrics.jsonl`` and to TensorBoard (``tb/``).
 
@@ -95,13 +101,22 @@ class _EventFile:
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """The rows of a run, in the order written. A last line cut by a kill is left out.
 
-    Raises FileNotFoundError where the folder holds no metrics.
+    Raises FileNotFoundError where the folder holds no metrics, RunFileError for a line that is no
+    row of numbers with its step.
     """
     path = Path(run_dir) / METRICS_FILE
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file; a run folder is due")
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    rows = []
+    for number, line in enumerate(_text(path, path.read_bytes()).split("\n")[:-1], 1):
+        row = _json(line, f"{path}:{number}")
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            raise RunFileError(f"{path}:{number}: not a row of metrics (an object with its step)")
+        for name, value in row.items():
+            if type(value) not in (int, float, type(None)):
+                raise RunFileError(f"{path}:{number}: {name!r} is no number")
+        rows.append(row)
+    return rows
 
 
 class EpisodeWriter:
@@ -137,18 +152,24 @@ def episode_steps(run_dir: str | Path) -> list[int]:
 
 
 def read_episodes(run_dir: str | Path, step: int) -> Iterator[dict[str, Any]]:
-    """The episodes of one step."""
-    for line in _lines(Path(run_dir) / EPISODES_FOLDER / f"step_{step:06d}.jsonl.zst"):
-        yield json.loads(line)
+    """The episodes of one step. Raises RunFileError for a file or a line that holds none."""
+    path = Path(run_dir) / EPISODES_FOLDER / f"step_{step:06d}.jsonl.zst"
+    for number, line in enumerate(_lines(path), 1):
+        yield _episode(line, f"{path}:{number}")
 
 
 def find_episode(run_dir: str | Path, episode_id: str) -> dict[str, Any] | None:
-    """The episode with this id, the latest step first; None if there is none."""
+    """The episode with this id, the latest step first; None if there is none.
+
+    Raises RunFileError as :func:`read_episodes`.
+    """
     needle = json.dumps(episode_id, ensure_ascii=False)
     for _, path in reversed(_episode_files(Path(run_dir))):
-        for line in _lines(path):
-            if needle in line and (episode := json.loads(line))["id"] == episode_id:
-                return episode
+        for number, line in enumerate(_lines(path), 1):
+            if needle in line:
+                episode = _episode(line, f"{path}:{number}")
+                if episode["id"] == episode_id:
+                    return episode
     return None
 
 
@@ -164,24 +185,74 @@ def write_verdicts(run_dir: str | Path, step: int, verdicts: Mapping[str, np.nda
 
 
 def read_verdicts(run_dir: str | Path) -> dict[int, dict[str, np.ndarray]]:
-    """The verdicts of every evaluation of a run, by step, ascending."""
-    files = sorted((Path(run_dir) / VERDICTS_FOLDER).glob("step_*.json"))
-    return {
-        int(path.stem.removeprefix("step_")): {
-            name: np.asarray(rows, bool) for name, rows in json.loads(path.read_text()).items()
-        }
-        for path in files
-    }
+    """The verdicts of every evaluation of a run, by step, ascending.
+
+    Raises RunFileError for a file that does not hold them.
+    """
+    verdicts = {}
+    for step, path in _step_files(Path(run_dir) / VERDICTS_FOLDER, ".json"):
+        content = _json(_text(path, path.read_bytes()), str(path))
+        due = RunFileError(f"{path}: verdicts are due, {{benchmark: [[0, 1, ...], ...]}}")
+        if not isinstance(content, dict):
+            raise due
+        arrays = {name: _rectangle(rows) for name, rows in content.items()}
+        if any(a is None or a.size == 0 or not np.isin(a, (0, 1)).all() for a in arrays.values()):
+            raise due
+        verdicts[step] = {name: array.astype(bool) for name, array in arrays.items()}
+    return verdicts
+
+
+def _rectangle(rows: Any) -> np.ndarray | None:
+    """Nested lists as an array [tasks, samples]; None where they are none."""
+    try:
+        array = np.array(rows)
+    except ValueError:  # ragged
+        return None
+    return array if array.ndim == 2 and array.dtype.kind in "bi" else None
 
 
 def _episode_files(run_dir: Path) -> Sequence[tuple[int, Path]]:
-    files = (run_dir / EPISODES_FOLDER).glob("step_*.jsonl.zst")
-    return sorted((int(path.name[len("step_") :].partition(".")[0]), path) for path in files)
+    return _step_files(run_dir / EPISODES_FOLDER, ".jsonl.zst")
+
+
+def _step_files(folder: Path, suffix: str) -> Sequence[tuple[int, Path]]:
+    """The files of steps in a folder, with their steps, ascending."""
+    found = []
+    for path in folder.glob(f"step_*{suffix}"):
+        step = path.name.removeprefix("step_").removesuffix(suffix)
+        if step.isascii() and step.isdecimal():
+            found.append((int(step), path))
+    return sorted(found)
 
 
 def _lines(path: Path) -> list[str]:
-    data = zstandard.ZstdDecompressor().decompress(path.read_bytes())
-    return data.decode("utf-8").split("\n")[:-1]
+    try:
+        data = zstandard.ZstdDecompressor().decompress(path.read_bytes())
+    except (zstandard.ZstdError, MemoryError) as error:  # also a header that claims absurd sizes
+        raise RunFileError(f"{path}: damaged or not compressed by Zstandard ({error})") from None
+    return _text(path, data).split("\n")[:-1]
+
+
+def _episode(line: str, where: str) -> dict[str, Any]:
+    episode = _json(line, where)
+    if not isinstance(episode, dict) or not isinstance(episode.get("id"), str):
+        raise RunFileError(f"{where}: not an episode (an object with its id)")
+    return episode
+
+
+def _text(path: Path, data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise RunFileError(f"{path}:{line}: not UTF-8 text ({error.reason})") from None
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=lambda _: None)  # NaN and infinity are no figures
+    except (ValueError, RecursionError) as error:
+        raise RunFileError(f"{where}: not JSON ({error})") from None
 
 
 def plain_row(metrics: Mapping[str, Any]) -> dict[str, int | float | None]:

@@ -8,17 +8,21 @@ import math
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event
 
+from launch.cli import exit_code
 from srpo_jax.metrics import (
     EpisodeWriter,
     MetricLogger,
+    RunFileError,
     episode_steps,
     find_episode,
     read_episodes,
     read_metrics,
+    read_verdicts,
 )
 
 
@@ -156,3 +160,91 @@ def test_half_a_character_is_kept(tmp_path):
     found = find_episode(tmp_path, "x")
     assert found["outcome"]["response"] == "cut \ud83d here"
     json.dumps(found)
+
+
+# ---- foreign and damaged files -------------------------------------------------------------------
+
+NESTED = b"[" * 100_000
+
+
+def refusal(call, *args) -> str:
+    with pytest.raises(RunFileError) as caught:
+        call(*args)
+    assert exit_code(caught.value) == 2 and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        (b"garbage", "not JSON"),
+        (b"[1]", "not a row of metrics"),
+        (b'{"loss": 1}', "not a row of metrics"),
+        (b'{"step": "1"}', "not a row of metrics"),
+        (b'{"step": 1.5}', "not a row of metrics"),
+        (b'{"step": 1, "loss": "high"}', "'loss' is no number"),
+        (b'{"step": 1, "loss": [1]}', "'loss' is no number"),
+        (b'{"step": 1, "loss": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b'{"step": 1, "loss": "\xff"}', "not UTF-8 text"),
+        (NESTED, "not JSON"),
+        (b"\0" * 50, "not JSON"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(tmp_path, line, says):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0, "loss": 1.0}\n' + line + b"\n")
+    assert refusal(read_metrics, tmp_path).startswith(f"{path}:2: {says}")
+
+
+def test_not_a_number_is_no_figure(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "a": NaN, "b": -Infinity}\n')
+    assert read_metrics(tmp_path) == [{"step": 0, "a": None, "b": None}]
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        (b"", "damaged or not compressed"),
+        (b"text", "damaged or not compressed"),
+        (zstandard.compress(b'{"id": "a"}\n' * 9)[:-3], "damaged or not compressed"),
+        (zstandard.compress(b'garbage "a"\n'), "not JSON"),
+        (zstandard.compress(b'[]\n"a"\n'), "not an episode"),
+        (zstandard.compress(b'{"id": 3, "other": "a"}\n'), "not an episode"),
+        (zstandard.compress(b'{"id": "\xff"}\n'), "not UTF-8 text"),
+        (zstandard.compress(NESTED + b'"a"\n'), "not JSON"),
+        # A header that claims 2**60 bytes.
+        (b"\x28\xb5\x2f\xfd\xe0" + (2**60).to_bytes(8, "little") + b"\1\0\0", "damaged"),
+    ],
+)
+def test_episodes_that_cannot_be_read_are_named(tmp_path, content, says):
+    (tmp_path / "episodes").mkdir()
+    path = tmp_path / "episodes" / "step_000003.jsonl.zst"
+    path.write_bytes(content)
+    for call in (lambda: list(read_episodes(tmp_path, 3)), lambda: find_episode(tmp_path, "a")):
+        said = refusal(call)
+        assert said.startswith(str(path)) and says in said
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"[]", b'{"math": 3}', b'{"math": [[0, 2]]}', b'{"math": [[0], [0, 1]]}',
+        b'{"math": [0, 1]}', b'{"math": []}', b'{"math": [["a"]]}', b'{"a": "\xff"}', NESTED,
+        b'{"math": [[0.0, 1.0]]}', b'{"math": {"a": 1}}', b'{"math": [[' + b"9" * 30 + b"]]}",
+    ],
+)  # fmt: skip
+def test_verdicts_that_are_none_are_named(tmp_path, content):
+    (tmp_path / "evaluations").mkdir()
+    path = tmp_path / "evaluations" / "step_000003.json"
+    path.write_bytes(content)
+    assert refusal(read_verdicts, tmp_path).startswith(str(path))
+
+
+def test_other_files_beside_those_of_steps_are_left_alone(tmp_path):
+    EpisodeWriter(tmp_path).write(1, [episode("a")])
+    for name in ("step_last.jsonl.zst", "step_000002.jsonl.zst.partial", "notes.txt"):
+        (tmp_path / "episodes" / name).touch()
+    assert episode_steps(tmp_path) == [1]
+    (tmp_path / "evaluations").mkdir()
+    (tmp_path / "evaluations" / "step_best.json").touch()
+    assert read_verdicts(tmp_path) == {}
