@@ -1,7 +1,8 @@
 """Runs one recipe over a grid of settings and seeds; a rerun runs what is not finished.
 
 A member counts as finished only when its run folder records its target step. The table gives, for
-each setting, the mean and the sample standard deviation of the metric over seeds.
+each setting, the mean and the sample standard deviation of the metric over seeds. Ctrl-C or SIGTERM
+stops the member that runs, which saves its last step, and the sweep; the same command goes on.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +27,13 @@ from rich.text import Text
 from launch.cli import Parser, entry, output
 from srpo_jax.config import Recipe, RecipeError, Section, load_recipe
 from srpo_jax.evaluation import over_seeds
-from srpo_jax.metrics import read_metrics
-from srpo_jax.recipe_errors import first_problem
+from srpo_jax.metrics import METRICS_FILE, read_metrics
+from srpo_jax.recipe_errors import first_problem, nearest
 from srpo_jax.yaml_reading import inline_yaml, read_yaml
 
-FAILED = 1
+FAILED, STOPPED = 1, 75
 RECORD = "sweep.json"
+LOG = "train.log"
 
 
 class SweepConfig(Section):
@@ -64,9 +66,19 @@ class Member:
 
     @property
     def step(self) -> int | None:
-        """The step that the run recorded when it finished."""
+        """The step that the run recorded when it finished. Raises RecipeError for another file."""
         path = self.out / "done.json"
-        return json.loads(path.read_text())["step"] if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            step = json.loads(path.read_bytes())["step"]
+        except (ValueError, RecursionError, KeyError, TypeError, IndexError):
+            step = None
+        if type(step) is not int:
+            raise RecipeError(
+                f"{path}: not the record of a finished run; remove it to run it again"
+            )
+        return step
 
     @property
     def finished(self) -> bool:
@@ -102,6 +114,12 @@ def load_sweep(path: str | Path) -> SweepConfig:
 
 def plan(path: Path, config: SweepConfig) -> tuple[Path, list[Member]]:
     """The sweep's folder and its members, every recipe checked before anything runs."""
+    if "trainer.out" in {**config.grid, **config.set}:
+        raise RecipeError(f"{path}: trainer.out: the sweep sets it; its own folder is `out`")
+    if both := config.grid.keys() & config.set.keys():
+        raise RecipeError(f"{path}: {min(both)}: in `grid` and in `set`")
+    if config.seeds and ("seed" in config.grid or "seed" in config.set):
+        raise RecipeError(f"{path}: seed: `seeds` sets it too")
     out = Path(config.out) if config.out else Path("runs") / path.stem
     recipe = Path(os.path.normpath(path.parent / config.recipe))
     for key, values in config.grid.items():
@@ -126,6 +144,7 @@ def plan(path: Path, config: SweepConfig) -> tuple[Path, list[Member]]:
         members.append(
             Member(folder.name, setting, recipe, overrides, folder, loaded.trainer.steps)
         )
+        members[-1].step  # noqa: B018 (a record that cannot be read is said before anything runs)
     names = [member.name for member in members]
     if twice := {name for name in names if names.count(name) > 1}:
         raise RecipeError(f"{path}: two members would share the folder {min(twice)}")
@@ -133,16 +152,29 @@ def plan(path: Path, config: SweepConfig) -> tuple[Path, list[Member]]:
 
 
 def run_local(member: Member) -> int:
-    """Trains a member in a process of its own; what it prints goes to its ``train.log``."""
+    """Trains a member in a process of its own; what it prints goes to its ``train.log``.
+
+    The process gets every SIGINT and SIGTERM that comes meanwhile, as if it had been started alone.
+    """
     root = str(Path(__file__).resolve().parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    with open(member.out / "train.log", "a", encoding="utf-8") as log:
-        return subprocess.run(
+    with open(member.out / LOG, "a", encoding="utf-8") as log:
+        child = subprocess.Popen(
             member.command,
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        ).returncode
+            process_group=0,  # a terminal's Ctrl-C comes to the sweep alone, which passes it on
+        )
+        previous = {
+            number: signal.signal(number, lambda number, _: child.send_signal(number))
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        try:
+            return child.wait()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
 
 def run_sweep(
@@ -150,26 +182,40 @@ def run_sweep(
 ) -> int:
     """Runs the members that are not finished, records each, prints the table.
 
-    ``run_member`` gives an exit code. Returns 0 when all are finished, otherwise 1.
+    ``run_member`` gives an exit code. Returns 0 when all are finished, 75 where a signal stopped a
+    member (the rest is not begun), otherwise 1.
     """
     console = output()
     records: dict[str, dict[str, Any]] = {}
+    stopped = False
     for index, member in enumerate(members, 1):
         title = f"[{index}/{len(members)}] {member.name}"
-        code = None
+        code, begun = None, 0
         if not member.finished:
             console.print(Text(f"{title}: running"))
             member.out.mkdir(parents=True, exist_ok=True)
+            log = member.out / LOG
+            begun = log.stat().st_size if log.exists() else 0
             code = run_member(member)
-        records[member.name] = record = _record(member, code)
+        records[member.name] = record = _record(member, code, begun)
         console.print(Text(f"{title}: {record['status']}, {record['detail']}"))
         out.mkdir(parents=True, exist_ok=True)
         (out / RECORD).write_text(json.dumps({"metric": metric, "members": records}, indent=2))
-    values: dict[str, list[float]] = defaultdict(list)
-    for member in members:
-        if member.finished and (value := _last_value(member.out, metric)) is not None:
+        stopped = not member.finished and code in (STOPPED, -signal.SIGINT, -signal.SIGTERM)
+        if stopped:
+            break
+    finished = [member for member in members if member.finished]
+    values: dict[str, list[float]] = {member.setting: [] for member in members}
+    for member in finished:
+        if (value := _last_value(member.out, metric)) is not None:
             values[member.setting].append(value)
     console.print(seed_table(values, metric))
+    if finished and not any(values.values()):
+        logged = {name for member in finished for row in _rows(member.out) for name in row}
+        console.print(Text(f"no finished run has a value of {metric}, {nearest(metric, logged)}"))
+    if stopped:
+        console.print(Text(f"stopped in {member.name}; the same command goes on"))
+        return STOPPED
     failed = [member.name for member in members if not member.finished]
     if failed:
         console.print(Text(f"{len(failed)} of {len(members)} failed: {', '.join(failed)}"))
@@ -177,27 +223,34 @@ def run_sweep(
 
 
 def seed_table(values: Mapping[str, Sequence[float]], metric: str) -> Table:
-    """Mean and sample standard deviation over seeds for each setting."""
+    """Mean and sample standard deviation over seeds for each setting; a setting without a value
+    has none."""
     table = Table(title=Text(metric))
     table.add_column("setting")
     for name in ("mean", "sd", "seeds"):
         table.add_column(name, justify="right")
     for setting, figures in values.items():
+        if not figures:
+            table.add_row(Text(setting), "no value", "-", "0")
+            continue
         mean, deviation = over_seeds(figures)
         spread = f"{deviation:.4f}" if len(figures) > 1 else "-"
         table.add_row(Text(setting), f"{mean:.4f}", spread, str(len(figures)))
     return table
 
 
-def _record(member: Member, code: int | None) -> dict[str, Any]:
-    """``code``: the exit code, None where nothing had to run."""
+def _record(member: Member, code: int | None, begun: int) -> dict[str, Any]:
+    """``code``: the exit code, None where nothing had to run. ``begun``: where in the log the
+    member's own lines begin."""
     if member.finished:
         status, detail = "ok", f"step {member.step}" + (" (earlier)" if code is None else "")
     else:
         step = member.step
         reached = "no finished step recorded" if step is None else f"finished at step {step}"
         status = "failed"
-        detail = f"exit code {code}, {reached}, target {member.target}; see {member.out}/train.log"
+        detail = f"exit code {code}, {reached}, target {member.target}; see {member.out / LOG}"
+        if said := _last_error(member.out / LOG, begun):
+            detail = f"{said} ({detail})"
     return {
         "status": status,
         "detail": detail,
@@ -208,9 +261,20 @@ def _record(member: Member, code: int | None) -> dict[str, Any]:
     }
 
 
+def _last_error(log: Path, begun: int) -> str | None:
+    """The last line that a command ends with where its input was bad."""
+    if not log.exists():
+        return None
+    lines = log.read_bytes()[begun:].decode("utf-8", errors="replace").splitlines()
+    return next((line for line in reversed(lines) if line.startswith("error: ")), None)
+
+
+def _rows(run: Path) -> list[dict[str, Any]]:
+    return read_metrics(run) if (run / METRICS_FILE).exists() else []
+
+
 def _last_value(run: Path, metric: str) -> float | None:
-    rows = read_metrics(run) if (run / "metrics.jsonl").exists() else []
-    return next((row[metric] for row in reversed(rows) if row.get(metric) is not None), None)
+    return next((row[metric] for row in reversed(_rows(run)) if row.get(metric) is not None), None)
 
 
 def _short(key: str, config: SweepConfig) -> str:

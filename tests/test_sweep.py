@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -148,6 +153,12 @@ def test_equal_last_words_keep_their_path(sweep):
         ("grid: {optimizer.lr: 1}", "grid.optimizer.lr: a list is due"),
         ("sedes: [1]", "sedes: unknown key, did you mean `seeds`?"),
         ("seeds: [1.5]", "seeds.0: a whole number is due"),
+        ("set: {trainer.out: mine}", "trainer.out: the sweep sets it; its own folder is `out`"),
+        (
+            "grid: {optimizer.lr: [1]}\nset: {optimizer.lr: 2}",
+            "optimizer.lr: in `grid` and in `set`",
+        ),
+        ("grid: {seed: [1]}\nseeds: [2]", "seed: `seeds` sets it too"),
     ],
 )
 def test_bad_sweeps_run_nothing(sweep, text, message):
@@ -177,6 +188,81 @@ def test_the_table_has_mean_and_sample_deviation():
         [" a       ", " 2.0000 ", " 1.0000 ", "     3 "],
         [" b       ", " 5.0000 ", "      - ", "     1 "],
     ]
+
+
+def test_a_metric_that_no_run_has_is_said(sweep, capsys):
+    out, members = sweep(GRID)
+    assert run_sweep(out, members, "rewrad", Trainer()) == 0
+    text = capsys.readouterr().out
+    assert "no finished run has a value of rewrad, did you mean `reward`?" in text
+    assert text.count("no value") == 2 and "nan" not in text and "0.0000" not in text
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"step": "3"}', "\xff", "[" * 100_000])
+def test_a_foreign_record_is_said_before_anything_runs(sweep, content):
+    _, members = sweep(GRID)
+    members[2].out.mkdir(parents=True)
+    (members[2].out / "done.json").write_text(content, encoding="latin-1")
+    with pytest.raises(RecipeError, match=r"done\.json: not the record of a finished run"):
+        sweep(GRID)
+
+
+def test_the_reason_of_a_failed_member_is_said_and_the_rest_runs(sweep, capsys):
+    """Such as: another process, or the child that a killed sweep left, still has the run folder."""
+    out, members = sweep(GRID)
+
+    class Refused(Trainer):
+        def __call__(self, member: Member) -> int:
+            if member is not members[1]:
+                return super().__call__(member)
+            with open(member.out / "train.log", "a") as log:
+                log.write("step 1\nerror: runs/x is in use by process 7\n")
+            return 2
+
+    (members[1].out).mkdir(parents=True)
+    (members[1].out / "train.log").write_text("error: of an earlier try\n")
+    assert run_sweep(out, members, "reward", Refused()) == FAILED
+    assert statuses(out) == ["ok", "failed", "ok", "ok"]
+    text = " ".join(capsys.readouterr().out.split())
+    assert "failed, error: runs/x is in use by process 7 (exit code 2, no finished" in text
+    assert run_sweep(out, members, "reward", Trainer(run1="raise")) == FAILED
+    assert "failed, exit code 1" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("code", [75, -signal.SIGINT, -signal.SIGTERM])
+def test_a_stopped_member_stops_the_sweep(sweep, code, capsys):
+    out, members = sweep(GRID)
+    ran = []
+    assert run_sweep(out, members, "reward", lambda m: ran.append(m) or code) == 75
+    assert ran == members[:1] and "the same command goes on" in capsys.readouterr().out
+    assert run_sweep(out, members, "reward", Trainer()) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_go_to_the_member_that_runs(sweep, monkeypatch, number):
+    """The member gets the signal once, and the sweep waits until it has ended in its own way."""
+    _, (member, *_) = sweep(GRID)
+    member.out.mkdir(parents=True)
+    child = (
+        "import signal, sys, time\n"
+        "got = []\n"
+        f"signal.signal({int(number)}, lambda *_: got.append(1))\n"
+        "print('ready', flush=True)\n"
+        "while not got: time.sleep(0.01)\n"
+        "time.sleep(0.5); sys.exit(70 + len(got))"
+    )
+    waiting = threading.Thread(target=signal_when_ready, args=(member.out / "train.log", number))
+    waiting.start()
+    monkeypatch.setattr(Member, "command", [sys.executable, "-c", child])
+    assert run_local(member) == 71
+    waiting.join()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def signal_when_ready(log: Path, number: int) -> None:
+    while not (log.exists() and "ready" in log.read_text()):
+        time.sleep(0.01)
+    os.kill(os.getpid(), number)
 
 
 def test_the_real_command_is_started_and_its_output_kept(sweep):
