@@ -26,8 +26,12 @@ class Parser(argparse.ArgumentParser):
             epilog=f"example:\n  {example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        self._example = example
 
     def error(self, message: str) -> NoReturn:
+        missing = message.removeprefix("the following arguments are required: ")
+        if missing != message:
+            self.exit(BAD_INPUT, f"error: {missing}: missing; for example: {self._example}\n")
         self.exit(BAD_INPUT, f"error: {message} (see {self.prog} --help)\n")
 
 
@@ -35,7 +39,7 @@ def add_recipe_arguments(parser: Parser) -> None:
     """The recipe file and its ``key.path=value`` overrides."""
     parser.add_argument("recipe", help="recipe file, for instance configs/math_smollm2_cpu.yaml")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key.path=value", help="changes to the recipe"
+        "overrides", nargs="*", default=[], metavar="key.path=value", help="changes to the recipe"
     )
 
 

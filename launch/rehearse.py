@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from envs.workflow import EpisodeFailed, Outcome, Prompt, ScriptedTeam, Task, Te
 from launch.cli import Parser, entry, output, visible
 from srpo_jax.config import RetrieverConfig, WorkflowConfig
 from srpo_jax.plugins import build_retriever, make_workflow
+from srpo_jax.recipe_errors import nearest
 from srpo_jax.user_code import UserCodeError, checked_outcome, checked_score, raised_at
 from srpo_jax.yaml_reading import RecipeError, parse_yaml
 
@@ -54,8 +56,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--response-tokens", type=int, default=128, help="limit with --checkpoint")
     parser.add_argument("--temperature", type=float, default=1.0, help="with --checkpoint")
     args = parser.parse_args(argv)
+    for name in ("prompt_tokens", "response_tokens"):
+        if (value := getattr(args, name)) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if not 0 < args.temperature < math.inf:
+        parser.error(f"--temperature must be positive, got {args.temperature:g}")
 
     name = args.workflow if args.workflow in BUILT_IN else None
+    if name is None and ":" not in args.workflow:
+        raise RecipeError(
+            f"{args.workflow!r} is neither {' nor '.join(BUILT_IN)} nor my_team.py:MyWorkflow, "
+            f"{nearest(args.workflow, BUILT_IN)}"
+        )
     config = WorkflowConfig(
         name=name, path=None if name else args.workflow, args=dict(map(_argument, args.arg))
     )
@@ -125,8 +137,13 @@ def speak(
     from srpo_jax.engine import Engine
     from srpo_jax.rollout import EpisodePlan, Rollout, SamplingConfig
 
-    model, config = load_hf(checkpoint, dtype=jnp.float32)
     tokenizer = ChatTokenizer(checkpoint)
+    model, config = load_hf(checkpoint, dtype=jnp.float32)
+    if (longest := prompt_tokens + response_tokens) > config.max_position:
+        raise RecipeError(
+            f"--prompt-tokens and --response-tokens make {longest}, but {checkpoint} was made for "
+            f"{config.max_position} positions"
+        )
     engine = Engine(
         config,
         *split_params(model),
@@ -237,6 +254,8 @@ def read_replies(path: str) -> Mapping[str, Sequence[str]] | Sequence[str]:
         replies = json.loads(Path(path).read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise RecipeError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, too many digits or brackets
+        raise RecipeError(f"{path}: not JSON: {error}") from None
     lists = list(replies.values()) if isinstance(replies, dict) else [replies]
     for texts in lists:
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):

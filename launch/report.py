@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import os
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ from rich.text import Text
 
 from launch.cli import Parser, entry, output
 from srpo_jax.metrics import read_metrics
+from srpo_jax.recipe_errors import nearest
 from srpo_jax.yaml_reading import RecipeError
 
 Rows = Sequence[Mapping[str, Any]]
@@ -28,10 +31,17 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", default="report", help="folder for the curves (default: report)")
     args = parser.parse_args(argv)
-    runs = dict(zip(run_labels(args.runs), map(read_metrics, args.runs), strict=True))
+    labels = run_labels(args.runs)
+    if twice := {label for label in labels if labels.count(label) > 1}:
+        raise RecipeError(f"{min(twice)}: this run is given twice")
+    runs = dict(zip(labels, map(read_metrics, args.runs), strict=True))
     names = metric_names(runs, args.metrics)
     if not names:
-        raise RecipeError(f"no metric matches {' '.join(args.metrics)}")
+        logged = metric_names(runs, ["*"])
+        if not logged:
+            raise RecipeError(f"{', '.join(args.runs)}: nothing was logged yet")
+        wanted = " ".join(args.metrics)
+        raise RecipeError(f"no metric matches {wanted}: {nearest(wanted, logged)}")
     console = output()
     console.print(comparison_table(runs, names))
     for path in draw_curves(runs, names, Path(args.out)):
@@ -41,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run_labels(folders: Sequence[str]) -> list[str]:
     """A short distinct name for each run folder."""
-    names = [Path(folder).resolve().name for folder in folders]
+    names = [os.path.basename(os.path.abspath(folder)) for folder in folders]
     return names if len(set(names)) == len(names) else [str(Path(folder)) for folder in folders]
 
 
@@ -58,7 +68,8 @@ def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
 
 
 def comparison_table(runs: Mapping[str, Rows], names: Sequence[str]) -> Table:
-    """Per run and metric the mean over its first tenth of values, and over its last tenth."""
+    """Per run and metric the mean over its first tenth of values, and over its last tenth; where a
+    run logged the metric, but never as a number, ``no value``."""
     table = Table(title="first tenth -> last tenth of the logged values")
     table.add_column("metric")
     for label, rows in runs.items():
@@ -70,7 +81,8 @@ def comparison_table(runs: Mapping[str, Rows], names: Sequence[str]) -> Table:
             _, values = series(rows, name)
             n = max(1, len(values) // 10)
             first, last = values[:n], values[-n:]
-            cells.append(f"{sum(first) / n:.4g} -> {sum(last) / n:.4g}" if values else "-")
+            missing = "no value" if any(name in row for row in rows) else "not logged"
+            cells.append(f"{sum(first) / n:.4g} -> {sum(last) / n:.4g}" if values else missing)
         table.add_row(Text(name), *cells)
     return table
 
@@ -81,7 +93,9 @@ def draw_curves(runs: Mapping[str, Rows], names: Sequence[str], folder: Path) ->
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
+    plt.rcParams["text.parse_math"] = False  # a $ in a benchmark's or a run's name is a $
     folder.mkdir(parents=True, exist_ok=True)
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
@@ -101,9 +115,10 @@ def draw_curves(runs: Mapping[str, Rows], names: Sequence[str], folder: Path) ->
                 axis.plot(steps, values, marker="." if len(steps) < 30 else "", label=label)
             axis.set_title(name, fontsize=9)
             axis.set_xlabel("step", fontsize=8)
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
             axis.grid(alpha=0.3)
         axes.flat[0].legend(fontsize=8)
-        path = folder / f"{group}.png"
+        path = folder / f"{re.sub(r'[^A-Za-z0-9_-]', '_', group) or 'other'}.png"
         figure.savefig(path, dpi=110)
         plt.close(figure)
         paths.append(path)

@@ -27,6 +27,7 @@ from rich.text import Text
 from launch.cli import Parser, entry, output
 from srpo_jax.config import Recipe, RecipeError, Section, load_recipe
 from srpo_jax.evaluation import over_seeds
+from srpo_jax.files import write_json
 from srpo_jax.metrics import METRICS_FILE, read_metrics
 from srpo_jax.recipe_errors import first_problem, nearest
 from srpo_jax.yaml_reading import inline_yaml, read_yaml
@@ -200,7 +201,7 @@ def run_sweep(
         records[member.name] = record = _record(member, code, begun)
         console.print(Text(f"{title}: {record['status']}, {record['detail']}"))
         out.mkdir(parents=True, exist_ok=True)
-        (out / RECORD).write_text(json.dumps({"metric": metric, "members": records}, indent=2))
+        write_json(out / RECORD, {"metric": metric, "members": records})
         stopped = not member.finished and code in (STOPPED, -signal.SIGINT, -signal.SIGTERM)
         if stopped:
             break

@@ -6,6 +6,8 @@ that errs in the stated share of its outputs (a wrong sum, a wrong query, an ear
 
 from __future__ import annotations
 
+import math
+import os
 import random
 import tempfile
 from pathlib import Path
@@ -18,7 +20,7 @@ RECIPES = ("configs/quickstart_math.yaml", "configs/quickstart_search.yaml")
 LENGTH = 256  # tokens of a packed sequence
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = Parser(
         "launch.warm_start",
         __doc__,
@@ -37,7 +39,7 @@ def main() -> int:
     parser.add_argument("--batch-rows", type=int, default=32, help=f"sequences of {LENGTH} tokens")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     recipes = [load_recipe(path) for path in args.recipes]
     for name in ("poor", "episodes"):
         if len(getattr(args, name)) != len(recipes):
@@ -49,21 +51,33 @@ def main() -> int:
 
 def _check(args: Any, recipes: list[Recipe]) -> None:
     """Refuses what would only fail after the training. Raises RecipeError."""
-    if args.target.exists() and (not args.target.is_dir() or any(args.target.iterdir())):
-        raise RecipeError(f"{args.target}: exists and is not an empty folder")
+    if os.path.lexists(args.target):
+        if not args.target.is_dir() or any(args.target.iterdir()):
+            raise RecipeError(f"{args.target}: exists and is not an empty folder")
+    parent = next(p for p in args.target.absolute().parents if os.path.lexists(p))
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise RecipeError(f"{args.target}: nothing can be written into {parent}")
+    if args.init is not None:
+        from models.convert import load_config
+        from models.tokenizer import ChatTokenizer
+
+        load_config(args.init)
+        ChatTokenizer(args.init)
     for poor in args.poor:
         if not 0 <= poor <= 1:
             raise RecipeError(f"--poor: a share lies in 0 .. 1, got {poor:g}")
     for name in ("episodes", "batch_rows", "lr"):
         values = getattr(args, name)
         for value in values if isinstance(values, list) else [values]:
-            if not value > 0:
+            if not 0 < value < math.inf:
                 raise RecipeError(f"--{name.replace('_', '-')}: must be positive, got {value:g}")
     least = 40 * args.batch_rows * LENGTH
-    if not args.tokens >= least:
+    if not least <= args.tokens < math.inf:
         raise RecipeError(
             f"--tokens: at least 40 steps, {least} tokens, are due, got {args.tokens:g}"
         )
+    if args.seed < 0:
+        raise RecipeError(f"--seed: must be 0 or more, got {args.seed}")
     if args.vocab < 300:
         raise RecipeError(f"--vocab: 256 bytes and the control tokens need 300, got {args.vocab}")
     for recipe in recipes:

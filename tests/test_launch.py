@@ -103,14 +103,14 @@ def test_help_does_not_load_jax(tmp_path):
     "arguments, message",
     [
         (["launch.train", "none.yaml"], "error: none.yaml: no such file"),
-        (["launch.train"], "error: the following arguments are required: recipe"),
+        (["launch.train"], "error: recipe: missing; for example: python -m"),
         (
             ["launch.train", str(ROOT / "configs/math_smollm2_cpu.yaml"), "optimizer.lrr=1"],
             "optimizer.lrr: unknown key, did you mean `optimizer.lr`?",
         ),
         (["launch.show", "nowhere"], "error: nowhere: no episodes kept here"),
         (["launch.report", "nowhere"], "error: nowhere/metrics.jsonl: no such file"),
-        (["launch.rehearse", "maths"], "error: 'maths': file.py:Name is due"),
+        (["launch.rehearse", "maths"], "error: 'maths' is neither math nor search nor"),
     ],
 )
 def test_bad_input_is_code_2_and_one_line(tmp_path, arguments, message):
@@ -213,6 +213,36 @@ def test_report_tables_and_curves(tmp_path, monkeypatch, capsys):
     assert Path("report/reward.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(RecipeError, match="no metric matches zzz"):
         report.main(["a", "--metrics", "zzz"])
+
+
+def test_steps_on_the_axis_are_whole_numbers(tmp_path, monkeypatch):
+    seen = []
+
+    def look(figure, path, **_):
+        figure.canvas.draw()
+        seen.extend(
+            tick for axis in figure.axes if axis.axison
+            for tick in axis.get_xticks() if axis.get_xlim()[0] <= tick <= axis.get_xlim()[1]
+        )  # fmt: skip
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", look)
+    for steps in ([3], [0, 1, 2], [1, 4], range(300), [10**6, 10**6 + 1]):
+        rows = [{"step": step, "a$b$": 0.5 * step} for step in steps]
+        report.draw_curves({"run$x$": rows}, ["a$b$"], tmp_path)
+        assert seen and all(tick == round(tick) for tick in seen)
+        seen.clear()
+
+
+def test_a_metric_without_a_value_has_no_average():
+    rows = [{"step": 1, "reward": None, "loss": 2.0}]
+    console = Console(width=120, record=True)
+    console.print(report.comparison_table({"a": rows, "b": [{"step": 1}]}, ["reward", "loss"]))
+    cells = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in console.export_text().splitlines()
+        if "│" in line
+    ]
+    assert cells == [["reward", "no value", "not logged"], ["loss", "2 -> 2", "not logged"]]
 
 
 def test_runs_of_one_name_are_told_apart():
