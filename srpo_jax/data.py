@@ -113,15 +113,16 @@ def _named(spec: TaskSet, split: str, data_dir: Path) -> Sequence[Task]:
     if spec.name in SEARCH_SETS:
         from envs.search.factbook import search_tasks
 
-        make, name, size = search_tasks, spec.name, spec.size
+        make, name = search_tasks, spec.name
     else:
         from envs.math.tasks import math_tasks
 
-        if spec.size is None:
-            raise DataError(f"{spec.name} is generated: say how many tasks with `size`")
-        make, name, size = math_tasks, spec.name.removeprefix("reasoning_gym/"), spec.size
+        make, name = math_tasks, spec.name.removeprefix("reasoning_gym/")
+    arguments = {"split": split, "seed": spec.seed, "size": spec.size}
+    for key in arguments.keys() & spec.args.keys():
+        raise DataError(f"args.{key}: `{key}` stands beside `args`, not in it")
     try:
-        return make(name, split=split, seed=spec.seed, size=size, data_dir=data_dir, **spec.args)
+        return make(name, data_dir=data_dir, **arguments, **spec.args)
     except TypeError as error:
         raise DataError(f"{spec.name}: args: {error}") from error
 

@@ -82,6 +82,13 @@ def test_names_and_settings_are_checked(tmp_path):
     assert "say how many tasks with `size`" in problem("arithmetic", tmp_path)
     wrong = {"name": "arithmetic", "size": 2, "args": {"min_term": 2}}
     assert "'min_term'; did you mean 'min_terms'" in problem(wrong, tmp_path)
+    for name in ("data/train.json", "/some/folder"):
+        assert "a file ends in .jsonl or .parquet" in problem(name, tmp_path)
+    for key in ("split", "seed", "size"):
+        wrong = {"name": "arithmetic", "size": 2, "args": {key: 1}}
+        assert f"args.{key}: `{key}` stands beside `args`" in problem(wrong, tmp_path)
+    wrong = {"name": "arithmetic", "size": 2, "args": {"subtraction": "no"}}
+    assert "subtraction: need true or false, got 'no'" in problem(wrong, tmp_path)
 
 
 def test_files(tmp_path):
@@ -117,6 +124,9 @@ def test_search_files_and_names(tmp_path):
     assert len(resolve(spec, "tasks.train", tmp_path, tmp_path / "made")) == 3
     wrong = {"name": "factbook", "args": {"hop": 2}}
     assert "factbook: args: " in problem(wrong, tmp_path)
+    for fields in ([], "capital"):
+        wrong = {"name": "factbook", "args": {"fields": fields}}
+        assert "fields: a list of at least one field is due, got" in problem(wrong, tmp_path)
 
 
 FUNCTION = """

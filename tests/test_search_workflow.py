@@ -409,6 +409,14 @@ def test_roles_and_refused_arguments():
         {"workers": 0},
         {"max_turns": 0},
         {"topk": 0},
+        {"topk": 2.5},
+        {"workers": "3"},
+        {"max_turns": True},
+        {"max_passages": -1},  # would drop the last passage
+        {"passage_tokens": 0},
+        {"router": "no"},  # a text is true
+        {"dedupe": 1},
+        {"answer_at_max_turns": None},
         {"missing_verdict": "approve"},
         {"prompt_style": "tiny"},
     ):

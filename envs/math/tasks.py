@@ -94,7 +94,7 @@ class MathTasks(tfds.core.GeneratorBasedBuilder):
 def math_tasks(
     name: str = ARITHMETIC,
     *,
-    size: int,
+    size: int | None,
     data_dir: str | os.PathLike,
     split: str = "train",
     seed: int = 0,
@@ -110,11 +110,13 @@ def math_tasks(
     Splits (train, validation, test) share no problem: a problem's split is a hash of its text, and
     different splits and seeds draw from different streams. Raises TaskError (a ValueError).
     """
+    _check_generator(name, settings)
     if split not in SPLITS:
         raise TaskError(f"split: {split!r} is not one of {', '.join(SPLITS)}")
+    if size is None:
+        raise TaskError(f"{name} is generated: say how many tasks with `size`")
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise TaskError(f"size: need an integer of at least 1, got {size!r}")
-    _check_generator(name, settings)
     config = MathTasksConfig(
         generator=name, split=split, seed=seed, size=size, settings=dict(settings)
     )
@@ -140,10 +142,18 @@ def _check_generator(name: str, settings: Mapping[str, Any]) -> None:
         config_class = DATASETS[name][1]
         known = [f.name for f in dataclasses.fields(config_class) if f.name not in ("seed", "size")]
     else:
+        if "/" in name or "." in name:
+            raise TaskError(
+                f"tasks: no generator {name!r}; a file ends in .jsonl or .parquet, a function is "
+                "my_tasks.py:function"
+            )
         raise TaskError(f"tasks: no generator {name!r}{_nearest(name, [ARITHMETIC, *DATASETS])}")
     for key in settings:
         if key not in known:
             raise TaskError(f"tasks: {name} has no setting {key!r}{_nearest(key, known)}")
+    if not isinstance(settings.get("subtraction", False), bool):
+        value = settings["subtraction"]  # a text "no" would be true
+        raise TaskError(f"tasks: subtraction: need true or false, got {short(value)}")
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:

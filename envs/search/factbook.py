@@ -133,7 +133,9 @@ def questions(
     if split not in SPLITS:
         raise ValueError(f"no split {split!r} of factbook; there are: {', '.join(SPLITS)}")
     if hops not in (2, 3):
-        raise ValueError(f"factbook has questions of 2 or 3 hops, not {hops}")
+        raise ValueError(f"factbook has questions of 2 or 3 hops, not {hops!r}")
+    if isinstance(fields, str) or (fields is not None and not len(fields)):
+        raise ValueError(f"fields: a list of at least one field is due, got {fields!r}")
     for field in fields or ():
         if field not in ASKED:
             raise ValueError(f"factbook asks for no field {field!r}; it does: {', '.join(ASKED)}")
@@ -178,8 +180,9 @@ def search_tasks(
         raise ValueError(f"no search task set {name!r}; there is: factbook")
     from envs.search.factbook_store import stored_tasks  # brings in tensorflow-datasets
 
-    kept = None if fields is None else tuple(fields)
-    return stored_tasks(data_dir, split=split, hops=hops, fields=kept, seed=seed, size=size)
+    if fields is not None and not isinstance(fields, str):
+        fields = tuple(fields)
+    return stored_tasks(data_dir, split=split, hops=hops, fields=fields, seed=seed, size=size)
 
 
 @functools.cache

@@ -64,9 +64,15 @@ class SearchWorkflow:
         missing_verdict: Literal["yes", "no"] = "no",
         prompt_style: Literal["full", "short"] = "full",
     ):
-        for name, value in (("workers", workers), ("max_turns", max_turns), ("topk", topk)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        counts = {"workers": workers, "max_turns": max_turns, "topk": topk}
+        limits = {"max_passages": max_passages, "passage_tokens": passage_tokens}
+        for name, value in (counts | {k: v for k, v in limits.items() if v is not None}).items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        switches = {"router": router, "verifier": verifier, "dedupe": dedupe}
+        for name, value in (switches | {"answer_at_max_turns": answer_at_max_turns}).items():
+            if not isinstance(value, bool):  # a text "no" would be true
+                raise ValueError(f"{name} must be true or false, got {value!r}")
         if not router and not verifier:
             raise ValueError("router and verifier are both off: nobody would decide when to answer")
         if missing_verdict not in ("yes", "no"):
