@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
             vocab_size=tokenizer.vocab_size, stop_ids=tokenizer.stop_ids,
             slots=slots or DEFAULT_SLOTS, cache_tokens=cache_tokens, burst=burst,
             budget_tokens=budget, store_tokens=stored, dtype=jnp.dtype(dtype),
-            decode_text=tokenizer.decode, version=args.policy_version,
+            tokenizer=tokenizer, version=args.policy_version,
         )  # fmt: skip
     except ValueError as error:
         parser.error(str(error))

@@ -44,6 +44,7 @@ class ChatTokenizer:
         more embedding rows; ids from ``vocab_size`` on must never be sampled.
       stop_ids: sorted union of the end ids that the tokenizer, ``config.json`` and
         ``generation_config.json`` declare.
+      special_tokens: texts of the tokens that ``decode`` leaves out.
       has_thinking_switch: whether the template reads ``enable_thinking``.
 
     A template that takes no system message gets the system text in the user's turn, before the
@@ -70,6 +71,9 @@ class ChatTokenizer:
         self._whole.no_padding()
         self._plain = _without_added_tokens(backend)
         self._added = {i: token.content for i, token in self._hf.added_tokens_decoder.items()}
+        self.special_tokens = frozenset(
+            token.content for token in self._hf.added_tokens_decoder.values() if token.special
+        )
         self._added_pattern = re.compile("|".join(map(re.escape, self._added.values())) or "(?!)")
         for token_id, content in self._added.items():
             if token_id in self.encode_text(content):
@@ -119,9 +123,9 @@ class ChatTokenizer:
         """Ids of a text, in which added-token strings are spelled out as ordinary text."""
         return self._plain.encode(_valid_unicode(text), add_special_tokens=False).ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
-        return self._whole.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of ids, without special tokens unless ``special``."""
+        return self._whole.decode(list(ids), skip_special_tokens=not special)
 
     def count_text(self, text: str) -> int:
         """Number of tokens of a text."""

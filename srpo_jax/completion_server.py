@@ -4,9 +4,11 @@
 
 A text prompt is encoded as it stands: strings of control tokens in it stay text, no chat template
 is applied. Beside OpenAI's fields: ``prompt`` may be token ids, ``top_k``, ``return_token_ids``
-(adds ``token_ids`` and ``prompt_token_ids``), ``include_stop_str_in_output`` and ``stop_token_ids``
-as in vLLM, and ``srpo_key`` (two 32-bit numbers, the engine's own request key) instead of ``seed``.
-Fields that would change the sampling and are not supported are refused unless neutral.
+(adds ``token_ids`` and ``prompt_token_ids``), ``include_stop_str_in_output``,
+``skip_special_tokens`` and ``stop_token_ids`` as in vLLM, and ``srpo_key`` (two 32-bit numbers, the
+engine's own request key) instead of ``seed``. A stop string that contains the text of a special
+token is looked for in the text with special tokens. Fields that would change the sampling and are
+not supported are refused unless neutral.
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ from typing import Any
 from models.tokenizer import ChatTokenizer
 from srpo_jax.engine import Completion, Engine, Request
 from srpo_jax.engine.requests import TOP_LOGPS
+from srpo_jax.engine.stop_strings import text_before
 from srpo_jax.recipe_errors import nearest
 
 MAX_BODY = 8 << 20  # bytes: a million token ids
+MAX_STOPS, MAX_STOP = 64, 1024  # stop strings of a request, and characters of one
 MAX_REQUESTS = 1024  # in the engine at once; one more is answered with 429
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _POLL_SECONDS = 0.1  # between looks at whether a waiting client has left
@@ -39,7 +43,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 _KNOWN = {
     "model", "prompt", "max_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids",
-    "seed", "srpo_key", "logprobs", "return_token_ids", "include_stop_str_in_output", "user",
+    "seed", "srpo_key", "logprobs", "return_token_ids", "include_stop_str_in_output",
+    "skip_special_tokens", "user",
 }  # fmt: skip
 
 
@@ -245,10 +250,9 @@ class _Handler(BaseHTTPRequestHandler):
             raise done
         if not isinstance(done, Completion):
             raise RuntimeError(f"no completion: {done}")
-        text = tokenizer.decode(done.ids)
-        if not body.get("include_stop_str_in_output"):
-            ends = [text.find(s) for s in request.stop_strings if s in text]
-            text = text[: min(ends, default=len(text))]
+        cuts = () if body.get("include_stop_str_in_output") else request.stop_strings
+        special = body.get("skip_special_tokens") is False
+        text = text_before(done.ids, cuts, tokenizer, special=special)
         choice: dict[str, Any] = {
             "index": 0, "text": text, "finish_reason": done.stop_reason, "logprobs": None,
         }  # fmt: skip
@@ -336,12 +340,16 @@ def parse_request(body: dict[str, Any], tokenizer: ChatTokenizer) -> Request:
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(s, str) and s for s in stop):
         raise BadRequest('"stop" must be a string or a list of strings, none empty')
+    if len(stop) > MAX_STOPS or any(len(s) > MAX_STOP for s in stop):
+        raise BadRequest(
+            f'"stop" can have at most {MAX_STOPS} strings of at most {MAX_STOP} characters'
+        )
     stop_ids = body.get("stop_token_ids") or []
     if not isinstance(stop_ids, list) or not set(map(str, stop_ids)) <= set(
         map(str, tokenizer.stop_ids)
     ):
         raise BadRequest(f'"stop_token_ids" can only be of {list(tokenizer.stop_ids)}')
-    for name in ("return_token_ids", "include_stop_str_in_output"):
+    for name in ("return_token_ids", "include_stop_str_in_output", "skip_special_tokens"):
         if body.get(name) not in (None, True, False):
             raise BadRequest(f'"{name}" must be true or false')
     return Request(

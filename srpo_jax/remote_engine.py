@@ -18,7 +18,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,6 +27,7 @@ import numpy as np
 
 from envs.workflow import EpisodeFailed
 from srpo_jax.engine.requests import Completion, Request
+from srpo_jax.engine.stop_strings import names_special
 
 STEP_SECONDS = 0.005  # the longest that step waits: the rollout's other work goes on between steps
 CONNECT_SECONDS = 10.0
@@ -84,7 +85,9 @@ class RemoteEngine:
     one try from sending to the last byte; ``retries`` more tries follow connection errors, 429 and
     5xx, after ``backoff``, 2 ``backoff``, 4 ``backoff``, ... seconds or what the server's
     Retry-After says, 30 at most. An answer that has begun is never asked for again. ``stop_ids``
-    end a response beside those that the server knows. ``api_key`` is sent as a bearer token.
+    end a response beside those that the server knows; stop strings with the text of one of
+    ``special_tokens`` are looked for in the text with special tokens. ``api_key`` is sent as a
+    bearer token.
 
     Nothing is sent before ``check`` or ``submit``. The environment's proxies are not asked.
     Raises RemoteEngineError for a URL that is none.
@@ -101,6 +104,7 @@ class RemoteEngine:
         backoff: float = 0.5,
         max_concurrent: int = 64,
         stop_ids: Sequence[int] = (),
+        special_tokens: Collection[str] = (),
         api_key: str | None = None,
     ):
         if timeout <= 0 or retries < 0 or max_concurrent < 1:
@@ -121,6 +125,7 @@ class RemoteEngine:
         self.stats: collections.Counter[str] = collections.Counter()
         self._timeout, self._retries, self._backoff = timeout, retries, backoff
         self._stop_ids = [int(i) for i in stop_ids]
+        self._special_tokens = special_tokens
         self._headers = {"Content-Type": "application/json", "Connection": "close"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -279,6 +284,8 @@ class RemoteEngine:
         }
         if request.stop_strings:
             body |= {"stop": list(request.stop_strings), "include_stop_str_in_output": True}
+            if any(names_special(s, self._special_tokens) for s in request.stop_strings):
+                body["skip_special_tokens"] = False  # else servers look where they are left out
         if self._stop_ids:
             body["stop_token_ids"] = self._stop_ids
         return body

@@ -69,7 +69,8 @@ class RemoteConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How episodes are sampled. Tokens are per call; a response ends after one of ``stop_strings``.
+    """How episodes are sampled. Tokens are per call; a response ends after one of ``stop_strings``,
+    which may be or contain special tokens.
 
     ``slots`` is the engine's batch on each replica of ``mesh`` (None: as many devices a replica as
     the weights need); ``cache_tokens`` the size of a replica's cache (None: the longest call in

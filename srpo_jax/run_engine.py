@@ -55,7 +55,7 @@ def local_engine(recipe: Recipe, model: Qwen, tokenizer: ChatTokenizer, learner:
             vocab_size=tokenizer.vocab_size, stop_ids=tokenizer.stop_ids, slots=rollout.slots,
             cache_tokens=shapes.cache_tokens, burst=rollout.burst,
             budget_tokens=cache_budget(recipe, config, mesh.shape[TENSOR], shapes, free),
-            store_tokens=rollout.stored_tokens, decode_text=tokenizer.decode,
+            store_tokens=rollout.stored_tokens, tokenizer=tokenizer,
             dtype=engine_dtype(recipe),
         )  # fmt: skip
     except ValueError as error:
@@ -133,6 +133,8 @@ def remote_engine(recipe: Recipe, tokenizer: ChatTokenizer) -> RemoteEngine:
                 f"rollout.remote.api_key_env: {remote.api_key_env} is not set in the environment"
             )
         settings["api_key"] = os.environ[remote.api_key_env]
-    engine = RemoteEngine(stop_ids=tokenizer.stop_ids, **settings)
+    engine = RemoteEngine(
+        stop_ids=tokenizer.stop_ids, special_tokens=tokenizer.special_tokens, **settings
+    )
     engine.check()
     return engine

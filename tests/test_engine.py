@@ -28,6 +28,18 @@ def text(ids) -> str:
     return "".join(chr(ord("A") + i) for i in ids)
 
 
+class Letters:
+    """Ids as letters, those of ``special`` as special tokens of two characters."""
+
+    def __init__(self, special=()):
+        self.special = {i: f"<{text([i])}" for i in special}
+        self.special_tokens = frozenset(self.special.values())
+
+    def decode(self, ids, *, special=False):
+        shown = {i: name if special else "" for i, name in self.special.items()}
+        return "".join(shown.get(i, text([i])) for i in ids)
+
+
 def checkpoint(name):
     model, config = load_hf(GOLDEN / name, dtype=jnp.float32)
     return config, *split_params(model)
@@ -35,10 +47,8 @@ def checkpoint(name):
 
 def make_engine(parts, *, stop_ids=(), vocab=VOCAB, **options):
     """Four slots, and pages so small that prompts have several."""
-    options = {"slots": 4, "burst": 4, "page": 16} | options
-    return Engine(
-        *parts, vocab_size=vocab, stop_ids=stop_ids, cache_tokens=CACHE, decode_text=text, **options
-    )
+    options = {"slots": 4, "burst": 4, "page": 16, "tokenizer": Letters()} | options
+    return Engine(*parts, vocab_size=vocab, stop_ids=stop_ids, cache_tokens=CACHE, **options)
 
 
 @pytest.fixture(scope="module")
@@ -344,6 +354,17 @@ class TestStops:
         string = text(r.prompt_ids[3:6])
         assert string not in text(free[6].ids)
         assert engine.run([replace(r, stop_strings=(string,))])[0].ids == free[6].ids
+
+    def test_a_special_token_is_a_stop_string(self, parts, free):
+        """Its text is not in the response's, which leaves special tokens out."""
+        whole = free[6].ids
+        at = next(i for i in range(2, len(whole)) if whole[i] not in whole[:i])
+        tokenizer = Letters(special=[whole[at]])
+        engine = make_engine(parts, tokenizer=tokenizer)
+        (name,) = tokenizer.special_tokens
+        for string in (name, text(whole[at - 1 : at]) + name):
+            done = engine.run([replace(REQUESTS[6], stop_strings=("never there", string))])[0]
+            assert (done.ids, done.stop_reason) == (whole[: at + 1], "stop")
 
     def test_a_stop_id_and_a_stop_string_in_one_burst(self, parts, free):
         whole = free[7]

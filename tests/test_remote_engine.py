@@ -47,7 +47,7 @@ def new_engine(tokenizer):
     def build():
         return Engine(
             config, *parts, vocab_size=tokenizer.vocab_size, stop_ids=tokenizer.stop_ids, slots=4,
-            cache_tokens=128, burst=4, decode_text=tokenizer.decode, version=VERSION,
+            cache_tokens=128, burst=4, tokenizer=tokenizer, version=VERSION,
         )  # fmt: skip
 
     return build
@@ -126,6 +126,34 @@ def test_stop_strings_end_at_the_same_token(local, remote, tokenizer):
     assert len(a.ids) < len(whole.ids)
     assert (a.ids, a.stop_reason) == (b.ids, b.stop_reason)
     assert b.stop_reason == "stop"
+
+
+def test_a_special_token_is_a_stop_string_of_both(local, server, tokenizer):
+    """At this temperature tokens are nearly uniform: one of some draws holds <|im_start|>."""
+    name = "<|im_start|>"
+    (start,) = [
+        i for i in range(tokenizer.vocab_size) if tokenizer.decode([i], special=True) == name
+    ]
+    draws = (new_request(i, temperature=100.0, max_tokens=100) for i in range(200))
+    plain, whole = next((r, c) for r in draws if start in (c := local.run([r])[0]).ids[2:])
+    end = whole.ids.index(start) + 1
+    remote = remote_of(server.url, special_tokens=tokenizer.special_tokens)
+    for engine in (local, remote):
+        done = engine.run([replace(plain, stop_strings=(name,))])[0]
+        assert (done.ids, done.stop_reason) == (whole.ids[:end], "stop")
+    a, b = plain.key
+    body = {
+        "prompt": list(plain.prompt_ids), "max_tokens": 100, "temperature": 100.0,
+        "srpo_key": [a, b], "stop": name,
+    }  # fmt: skip
+    before = tokenizer.decode(whole.ids[: end - 1])
+    for more, text in (
+        ({}, before),
+        ({"skip_special_tokens": False}, before),
+        ({"include_stop_str_in_output": True, "skip_special_tokens": False}, before + name),
+    ):
+        choice = ask(server, "POST", "/v1/completions", body | more)[1]["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == (text, "stop")
 
 
 def test_check_accepts_the_served_model_and_version(remote):
@@ -291,6 +319,15 @@ def test_what_is_sent():
     ]  # fmt: skip
 
 
+def test_servers_are_told_to_keep_special_tokens_that_end_a_response():
+    requests = [new_request(0, max_tokens=2, stop_strings=(s,)) for s in ("END", "x<|e|>")]
+    with stub((200, GOOD), (200, GOOD)) as server:
+        engine = remote_of(server.url, special_tokens={"<|e|>"})
+        for request in requests:
+            engine.run([request])
+    assert [body.get("skip_special_tokens") for body in server.bodies] == [None, False]
+
+
 @pytest.mark.parametrize("status", [500, 503, 429])
 def test_a_passing_failure_is_tried_again(status):
     with stub((status, {"error": "busy"}), (status, b"busy"), (200, GOOD)) as server:
@@ -431,6 +468,9 @@ def test_models_and_health(server):
         ({"prompt": [1], "n": 2}, '"n": only 1'),
         ({"prompt": [1], "stream": True}, '"stream": only false'),
         ({"prompt": [1], "stop": [""]}, '"stop" must be'),
+        ({"prompt": [1], "stop": ["x"] * 65}, '"stop" can have at most 64'),
+        ({"prompt": [1], "stop": "x" * 1025}, "at most 1024 characters"),
+        ({"prompt": [1], "skip_special_tokens": 3}, '"skip_special_tokens" must be'),
         ({"prompt": [1], "stop_token_ids": [9]}, '"stop_token_ids" can only'),
         ({"prompt": [1], "srpo_key": [1]}, '"srpo_key" must be'),
         ({"prompt": [1], "temprature": 0}, "did you mean `temperature`"),

@@ -44,7 +44,7 @@ def serving(folder):
     engine = Engine(
         config, *split_params(model), vocab_size=tokenizer.vocab_size,
         stop_ids=tokenizer.stop_ids, slots=8, cache_tokens=102, burst=4,
-        decode_text=tokenizer.decode, version=VERSION,
+        tokenizer=tokenizer, version=VERSION,
     )  # fmt: skip
     server = CompletionServer(engine, tokenizer, "tiny", port=0)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)

@@ -419,7 +419,7 @@ def rollouts():
     engine = Engine(
         config, *split_params(model), vocab_size=tokenizer.vocab_size,
         stop_ids=tokenizer.stop_ids, slots=4, cache_tokens=106, burst=4, dtype=jnp.float32,
-        decode_text=tokenizer.decode,
+        tokenizer=tokenizer,
     )  # fmt: skip
 
     def make(workflow, **options):

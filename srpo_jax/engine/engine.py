@@ -14,7 +14,7 @@ position.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from srpo_jax.engine.pages import Node, PageStore
 from srpo_jax.engine.plan import Shapes, prefill_pages
 from srpo_jax.engine.replica import Replica, Running
 from srpo_jax.engine.requests import TOP_LOGPS, Completion, PromptTooLong, Request
+from srpo_jax.engine.stop_strings import StopStrings, TextDecoder
 
 
 class Engine:
@@ -37,7 +38,7 @@ class Engine:
     device), each with at most ``cache_tokens`` tokens.
 
     ``vocab_size`` is the tokenizer's length; ``stop_ids`` the union of every declared end id;
-    ``decode_text`` (ids -> str) is needed for stop strings only. ``budget_tokens`` bounds a
+    ``tokenizer`` is needed for stop strings only. ``budget_tokens`` bounds a
     replica's cache (None: every slot can have a request of the full length), ``store_tokens`` the
     part of it that keeps prompts which no request holds (None: whatever is free). Without
     ``sharing`` equal prompts are computed, stored and read once for every request: the same bits,
@@ -63,7 +64,7 @@ class Engine:
         sharing: bool = True,
         page: int | None = None,
         dtype: Any = jnp.float32,
-        decode_text: Callable[[list[int]], str] | None = None,
+        tokenizer: TextDecoder | None = None,
         mesh: Mesh | None = None,
         version: int = 0,
     ):
@@ -74,7 +75,7 @@ class Engine:
         self.cache_tokens = cache_tokens
         self.stats: collections.Counter[str] = collections.Counter()
         self._stop_ids = frozenset(int(i) for i in stop_ids)
-        self._decode_text = decode_text
+        self._tokenizer = tokenizer
         self._embedded = config.vocab_size
         self._mesh = mesh
         attention = cache_attention_on(mesh.devices.flat[0].platform)
@@ -153,8 +154,8 @@ class Engine:
             )
         if request.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {request.max_tokens}")
-        if request.stop_strings and self._decode_text is None:
-            raise ValueError("stop_strings need an engine with decode_text")
+        if request.stop_strings and self._tokenizer is None:
+            raise ValueError("stop_strings need an engine with a tokenizer")
         if not 0 <= request.top_logps <= min(TOP_LOGPS, self._embedded):
             raise ValueError(f"top_logps is {request.top_logps}, the most is {TOP_LOGPS}")
         top = max(request.prompt_ids)
@@ -162,7 +163,8 @@ class Engine:
             raise ValueError(f"prompt id {top} is not among the {self._embedded} embedded ids")
         uid = self._uids
         self._uids += 1
-        self._waiting[uid] = Running(uid, request)
+        stops = StopStrings(request.stop_strings, self._tokenizer) if request.stop_strings else None
+        self._waiting[uid] = Running(uid, request, stops)
         return uid
 
     @property
@@ -276,7 +278,7 @@ class Engine:
             reason = "stop"
         elif len(running.ids) >= request.max_tokens:
             reason = "length"
-        end = self._stop_string_end(running, n)
+        end = running.stops.end(running.ids) if running.stops else None
         if end is not None:
             running.ids, running.logps, reason = running.ids[:end], running.logps[:end], "stop"
         if reason is None:
@@ -287,13 +289,3 @@ class Engine:
             done.top_ids = np.concatenate(ids)[: len(running.ids)]
             done.top_logps = np.concatenate(logps)[: len(running.ids)]
         return done
-
-    def _stop_string_end(self, running: Running, new: int) -> int | None:
-        """The number of tokens that complete the earliest stop string, or None."""
-        strings = running.request.stop_strings
-        if not strings or not any(s in self._decode_text(running.ids) for s in strings):
-            return None
-        for end in range(len(running.ids) - new + 1, len(running.ids) + 1):
-            if any(s in self._decode_text(running.ids[:end]) for s in strings):
-                return end
-        return None

@@ -12,6 +12,7 @@ from srpo_jax.engine.pages import UNUSED, Node, PageStore
 from srpo_jax.engine.plan import RowPages, Shapes, decode_work, pages_of
 from srpo_jax.engine.programs import Plan, Sampling, Slots
 from srpo_jax.engine.requests import Request
+from srpo_jax.engine.stop_strings import StopStrings
 
 
 @dataclass
@@ -20,6 +21,7 @@ class Running:
 
     uid: int
     request: Request
+    stops: StopStrings | None = None
     nodes: list[Node] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)

@@ -27,7 +27,8 @@ def request_key(*ids: int) -> tuple[int, int]:
 class Request:
     """One generation. Temperature 0 is greedy; top_p and top_k are for evaluation only.
 
-    ``stop_strings`` end the response with the token that completes one of them. With ``top_logps``
+    ``stop_strings`` end the response with the token that completes one of them; one that contains
+    the text of a special token is looked for in the text with special tokens. With ``top_logps``
     (at most TOP_LOGPS) the completion also holds that many best ids of every step.
     """
 
