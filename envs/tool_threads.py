@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
+# What is to be entered while a call of this context waits for a thread.
+QUEUEING: ContextVar[Callable[[], contextlib.AbstractContextManager[None]]] = ContextVar("QUEUEING")
 WIDTH = 64  # calls at once; threads are started as needed
 
 
@@ -32,11 +37,11 @@ class ToolThreads(concurrent.futures.ThreadPoolExecutor):
         self, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> concurrent.futures.Future[Any]:
         """Raises RuntimeError where the system has no thread left and none here will be free."""
-        work = _Work(self, partial(function, *args, **kwargs))
+        work = _Work(self, partial(function, *args, **kwargs), _enter_queue())
         with self._lock:
             self._queue.append(work)
             if not self._start_thread() and not self._busy:
-                self._queue.pop()
+                self._queue.pop().leave_queue()
                 raise RuntimeError("the system starts no more threads: too many calls hang")
         return work
 
@@ -48,6 +53,7 @@ class ToolThreads(concurrent.futures.ThreadPoolExecutor):
         with self._lock:
             if work in self._queue:
                 self._queue.remove(work)
+                work.leave_queue()
             elif not work.over:
                 work.over = True
                 self._busy -= 1
@@ -70,6 +76,7 @@ class ToolThreads(concurrent.futures.ThreadPoolExecutor):
                     self._busy -= 1
                     return
                 work = self._queue.popleft()
+                work.leave_queue()
                 work.set_running_or_notify_cancel()
             finish = work.run()
             with self._lock:
@@ -82,9 +89,11 @@ class ToolThreads(concurrent.futures.ThreadPoolExecutor):
 class _Work(concurrent.futures.Future):
     """One call: ``over`` once it has ended, or nobody waits for it any more."""
 
-    def __init__(self, threads: ToolThreads, call: Callable[[], Any]):
+    def __init__(
+        self, threads: ToolThreads, call: Callable[[], Any], leave_queue: Callable[[], None]
+    ):
         super().__init__()
-        self._threads, self._call = threads, call
+        self._threads, self._call, self.leave_queue = threads, call, leave_queue
         self.over = False
 
     def cancel(self) -> bool:
@@ -102,6 +111,21 @@ class _Work(concurrent.futures.Future):
             return partial(self.set_exception, failure.with_traceback(error.__traceback__))
         except BaseException as error:
             return partial(self.set_exception, error)
+
+
+def _enter_queue() -> Callable[[], None]:
+    """Enters QUEUEING if the context has it; returns what leaves it, from any thread."""
+    waiting = QUEUEING.get(None)
+    if waiting is None:
+        return lambda: None
+    loop, entered = asyncio.get_running_loop(), contextlib.ExitStack()
+    entered.enter_context(waiting())
+
+    def leave() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(entered.close)
+
+    return leave
 
 
 TOOL_THREADS = ToolThreads()  # the process's own

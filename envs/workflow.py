@@ -25,13 +25,14 @@ import hashlib
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
 
-from envs.tool_threads import TOOL_THREADS, ToolThreads
+from envs.clock import Clock
+from envs.tool_threads import QUEUEING, TOOL_THREADS, ToolThreads
 
 
 class EpisodeFailed(Exception):
@@ -282,18 +283,26 @@ class Team(ABC):
         if not inspect.isawaitable(result):
             return result
         # wait_for would do, but for a defect of Python 3.11: it can swallow a cancellation.
-        limit = asyncio.timeout_at(deadline)
+        clock = Clock(deadline - loop.time())
+        queueing = QUEUEING.set(partial(self._stand_still, clock))  # for its asyncio.to_thread
         try:
-            async with limit:
+            async with clock:
                 return await result
         except TimeoutError:
-            if limit.expired():
+            if clock.expired:
                 raise self._too_slow(name) from None
             raise  # the tool's own
+        finally:
+            QUEUEING.reset(queueing)
 
     def queueing(self) -> AbstractContextManager[None]:
         """Entered while the episode waits for a free place; it is no time of its own."""
         return nullcontext()
+
+    @contextmanager
+    def _stand_still(self, clock: Clock) -> Iterator[None]:
+        with clock.stopped(), self.queueing():
+            yield
 
     async def _in_thread(
         self, name: str, call: Callable[[], Any], threads: ToolThreads

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from envs.clock import Clock
 from envs.tool_threads import TOOL_THREADS
 from envs.workflow import (
     QUEUE_SECONDS,
@@ -29,7 +30,7 @@ from envs.workflow import (
     Workflow,
 )
 from srpo_jax.engine import Engine, PromptTooLong, Request, request_key
-from srpo_jax.engine_queue import EngineQueue, EpisodeClock
+from srpo_jax.engine_queue import EngineQueue
 from srpo_jax.events import Episode, Member, record_episode
 from srpo_jax.prompting import Fitted, Tokenizer, fit_prompt
 from srpo_jax.user_code import (
@@ -111,7 +112,7 @@ class EngineTeam(Team):
         super().__init__(config.tool_seconds, config.queue_seconds, roles)
         self.members: dict[int, Member] = {}
         self.fitted: dict[int, Fitted] = {}
-        self.clock = EpisodeClock(config.episode_seconds)
+        self.clock = Clock(config.episode_seconds)
         self._plan, self._queue, self._tokenizer = plan, queue, tokenizer
         self._config, self._prompts = config, prompts
 

@@ -61,15 +61,22 @@ def play(tool, *, tool_seconds=20.0, queue_seconds=20.0, **options):
 
 
 class TestRewards:
-    def test_more_at_once_than_there_are_threads(self):
-        """The last of 200 begins 1.5 s after the first: more than the limit of 1.2 s."""
+    @pytest.mark.parametrize("blocking", [True, False])
+    def test_more_at_once_than_there_are_threads(self, blocking):
+        """The last of 200 begins 1.5 s after the first: more than the limits of 1.2 s. An async
+        reward may use threads too."""
 
         def reward(task, outcome):
             time.sleep(0.5)
             return 1
 
-        config = replace(CONFIG, tool_seconds=1.2)
-        results = run(OneCall(), ["x"] * 200, reward=reward, config=config)
+        async def asynchronous(task, outcome):
+            return await asyncio.to_thread(reward, task, outcome)
+
+        config = replace(CONFIG, tool_seconds=1.2, episode_seconds=1.2)
+        results = run(
+            OneCall(), ["x"] * 200, reward=reward if blocking else asynchronous, config=config
+        )
         assert not count_failures(results)
         assert all(r.episode.reward == 1 for r in results)
 
