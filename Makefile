@@ -7,16 +7,27 @@ VENV  := .venv
 RUN   := $(VENV)/bin/python
 # The requirements that .venv was last filled from: set-up is skipped while they are unchanged.
 STAMP := $(VENV)/requirements.installed
+# What a Python must do to make .venv, what the one in .venv must do, and which one it comes from.
+FITS  := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+WORKS := import sys, pip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+FROM  := import sys; print(sys.version_info[:2], sys.base_prefix)
 
 .PHONY: setup test quickstart lint
 
+# A .venv that no set-up finished, that another one made, or whose Python does not work is made anew.
 setup:
-	@if cmp -s requirements.txt $(STAMP) && $(RUN) -c '' 2>/dev/null; then exit 0; fi; \
-	set -e; \
-	if ! $(RUN) -c '' 2>/dev/null; then \
+	@set -e; \
+	whole() { \
+	  [ -f $(STAMP) ] && $(RUN) -c '$(WORKS)' && \
+	  { [ -z "$(PYTHON)" ] || [ "$$($(PYTHON) -c '$(FROM)')" = "$$($(RUN) -c '$(FROM)')" ]; }; \
+	} 2>/dev/null; \
+	if [ -n "$(PYTHON)" ] && ! $(PYTHON) -c '$(FITS)' 2>/dev/null; then \
+	  echo "PYTHON=$(PYTHON) is not Python 3.11, 3.12 or 3.13 with venv" >&2; \
+	  exit 2; \
+	fi; \
+	if ! whole; then \
 	  for python in $(PYTHON) python3.13 python3.12 python3.11 python3; do \
-	    if $$python -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; \
-	    then found=$$python; break; fi; \
+	    if $$python -c '$(FITS)' 2>/dev/null; then found=$$python; break; fi; \
 	  done; \
 	  if [ -z "$$found" ]; then \
 	    echo "No Python 3.11, 3.12 or 3.13 with venv was found. Get one, for instance with" >&2; \
@@ -24,10 +35,13 @@ setup:
 	    echo "and name it if it is not on the PATH: make $(firstword $(MAKECMDGOALS)) PYTHON=/path/to/python3.12" >&2; \
 	    exit 2; \
 	  fi; \
-	  rm -rf $(VENV); \
 	  echo "Setting up $(VENV) with $$found"; \
+	  rm -rf $(VENV); \
 	  $$found -m venv $(VENV); \
+	elif cmp -s requirements.txt $(STAMP); then \
+	  exit 0; \
 	fi; \
+	rm -f $(STAMP); \
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt; \
 	cp requirements.txt $(STAMP)
 
