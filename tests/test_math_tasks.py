@@ -218,6 +218,7 @@ def test_a_problem_before_an_instruction_stays_whole(problem, tmp_path):
         "Solve the equation step by step.\nx + 2 = 5",
         "Find $x$, and put the final answer in \\boxed{}.",
         "Which number, put into the boxed field, makes 3 + ? = 7 right?",
+        r"What is in the \boxed{}? ?",  # nothing is dropped, the odd mark neither
         STEPS,  # nothing would be left
         f"{DAPO}\n{STEPS}",
     ],

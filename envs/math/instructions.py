@@ -68,6 +68,8 @@ def without_instructions(text: str) -> str:
         if sentence.endswith(" ?"):  # "... within \boxed{} ?": the mark is the problem's
             kept.append(" ?")
     rest = "".join(kept).strip()
+    if rest == text:
+        return text
     if rest.endswith(" ?") and rest[:-2].rstrip().endswith((".", "?", "!")):
         rest = rest[:-2].rstrip()  # a mark of its own, behind that of the problem
     return rest if any(char.isalnum() for char in rest) else text
@@ -75,6 +77,8 @@ def without_instructions(text: str) -> str:
 
 def _instruction(sentence: str) -> int | None:
     """Where the instruction begins that this sentence is or ends with; None: there is none."""
+    if not _FORM.search(sentence):
+        return None
     own = 0  # where the last word ends that no instruction holds
     for token in _TOKEN.finditer(sentence):
         if token[0].lower() not in _WORDS and token[0] not in _MARKS:
