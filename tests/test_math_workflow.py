@@ -101,6 +101,7 @@ def test_last_boxed(text, answer):
         ("<route>stop</route>", None),
         ("<route>STOP,1</route>", None),
         ("<route>²</route>", None),
+        (f"<route>{'1' * 5000}</route>", None),
         ("", None),
     ],
 )
@@ -140,6 +141,8 @@ def test_parse_verdict(text, verdict):
         ("FINAL: 49", None),
         ("FINAL: \\boxed{}", None),
         ("so FINAL: \\boxed{49}", None),
+        ("FINAL: \\boxed{49}\nthen \\boxed\n{50}", None),
+        ("FINAL: \\boxed{49}\n> FINAL: \\boxed{49}", None),
         ("FINAL: \\boxed{48}\nFINAL: \\boxed{49}", None),
         ("FINAL: \\boxed{48}\nor rather \\boxed{49}", None),
     ],

@@ -269,6 +269,8 @@ def test_parse_route(text, want):
         "<route>1,2",
         "<route>١</route>",
         "<route>1,STOP</route>",
+        f"<route>{'1' * 5000}</route>",
+        f"<route>1,{'0' * 5000}</route>",
     ],
 )
 def test_malformed_routes(text):

@@ -80,9 +80,10 @@ def parse_verdict(text: str) -> Literal["approve", "reject"] | None:
 
 def parse_final(text: str) -> str | None:
     r"""The aggregator's answer: exactly one line ``FINAL: ... \boxed{...}``, with the last box."""
-    lines = [m for line in text.splitlines() if (m := _FINAL.match(line.strip()))]
-    if len(lines) != 1:
+    lines = text.splitlines()
+    finals = [(i, match) for i, line in enumerate(lines) if (match := _FINAL.match(line.strip()))]
+    if len(finals) != 1:
         return None
-    answer = last_boxed(lines[0].group(1))
-    after = text[text.rindex(lines[0].string) + len(lines[0].string) :]
-    return None if _BOX.search(after) else answer
+    place, match = finals[0]
+    later = _BOX.search("\n".join(lines[place + 1 :]))
+    return None if later else last_boxed(match.group(1))

@@ -6,7 +6,7 @@ import re
 
 STOP = "STOP"
 
-_INDICES = re.compile(r"[0-9]+(\s*,\s*[0-9]+)*")
+_INDICES = re.compile(r"[0-9]{1,6}(\s*,\s*[0-9]{1,6})*")
 _WORKER = re.compile(r"\s*<think>.*</think>\s*<search>(.*)</search>\s*", re.DOTALL)
 _ANSWER = re.compile(r"<think>.*</think>.*<answer>(.*)</answer>", re.DOTALL)
 _VERIFY = re.compile(r"<verify>\s*(yes|no)\s*</verify>")
