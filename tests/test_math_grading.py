@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from envs.math.compare import same_answer
 from envs.math.grading import Grade, GraderPool, grade
-from envs.math.latex import clean, matching_end, split_top
+from envs.math.latex import matching_end, split_top
 from envs.math.numbers import Undecided, answer_key, parse_number
 
 _FILE = Path(__file__).parent / "data/math_grading.jsonl"
@@ -70,9 +70,9 @@ def test_plain_numbers_need_no_process():
         ("48", "49"),
         (r"\frac{3}{4}", "0.75"),
         ("1,000", "1000"),
-        ("12 cm", "12"),
-        ("(1,2)", "(1,3)"),
-        (r"\text{East}", "east"),
+        ("12", "007"),
+        ("1" * 100_000, "1" * 99_999 + "2"),
+        (r"\text{East}", r"\text{East}"),
     ):
         grade(rf"\boxed{{{answer}}}", gold, NoPool())
     with pytest.raises(AssertionError, match="asked a process"):
@@ -161,7 +161,7 @@ def test_no_text_breaks_the_reader(answer, gold):
         assert same_answer(answer, gold) in (True, False)
     except Undecided:
         pass
-    assert same_answer(answer, answer) is (clean(answer) != "")
+    assert same_answer(answer, answer) is (answer.strip() != "")
 
 
 def test_long_and_deep_answers_are_quick():

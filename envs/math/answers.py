@@ -10,7 +10,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from envs.math.latex import clean, matching_end, split_top, unwrap
+from envs.math.latex import (
+    MAX_CHARACTERS,
+    clean,
+    deepest,
+    matching_end,
+    split_top,
+    unwrap,
+)
+from envs.math.names import CONSTANTS, NAME, VARIABLE, is_assigned, unknowns
+from envs.math.numbers import LENGTH_LIMIT, Undecided, parse_number
+from envs.math.units import Unit, bare_unit, idle_lead, negates, read_unit
 
 
 @dataclass(frozen=True)
@@ -22,10 +32,13 @@ class Value:
     mark: str | None = None  # "%" or "degree"
     base: str | None = None
     name: str | None = None  # the left side of an assignment
+    steps: tuple[str, ...] = ()  # what stands between: 2+3 in x = 2+3 = 5
 
 
 @dataclass(frozen=True)
 class Words:
+    """Words, and values that words change ("at least 5"): they agree with the same words alone."""
+
     text: str
 
 
@@ -60,6 +73,7 @@ class Relation:
     op: str
     left: str
     right: str
+    steps: tuple[str, ...] = ()
 
 
 Node = Value | Words | Many | Bracket | Matrix | Relation
@@ -77,20 +91,31 @@ _SYNONYMS: dict[str, Node] = {
     r"\text{no solutions}": _NO_SOLUTION,
     r"\text{no real solutions}": _NO_SOLUTION,
 }
-_BARE_WORDS = re.compile(
-    r"[A-Za-z][A-Za-z'’-]{3,}(?:\s+[A-Za-z'’-]+)*|[A-Za-z'’-]+(?:\s+[A-Za-z'’-]{2,})+"
-)
+_BARE_WORDS = re.compile(r"[A-Za-z][A-Za-z'-]{3,}(?: [A-Za-z'-]+)*|[A-Za-z'-]+(?: [A-Za-z'-]{2,})+")
 _MATRIX = re.compile(r"\\begin\{([pbB]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
-_NAME = r"(?:[a-zA-Z]|\\[a-zA-Z]+)(?:_(?:\{[^{}]*\}|[a-zA-Z0-9]))?"
-_ASSIGNED = re.compile(rf"({_NAME}(?:\([^()]*\))?|[a-zA-Z]{{1,3}})")
-_CONSTANTS = {"e", "i", r"\pi", r"\infty"}
-_MEMBER = re.compile(rf"{_NAME}\s*\\in(?![a-zA-Z])\s*")
+_MEMBER = re.compile(rf"{NAME} ?\\in(?![a-zA-Z]) ?")
+_REAL_MEMBER = re.compile(rf"({NAME})(?: ?\\in ?\\(?:mathbb ?\{{R\}}|R))?")
+_SIGN = re.compile(r"(\\pm|\\mp)(?![a-zA-Z])")
+_IDLE_PLUS = re.compile(r"(^|[=(\[{,] ?)\+")
+_THOUSANDS = re.compile(r"[0-9]{3}(?![0-9]).*", re.DOTALL)
+_LEADING_THOUSANDS = re.compile(r"(?:^|[^0-9.,])[0-9]{1,3}(?:,[0-9]{3})*$")
+_SPACED = re.compile(r"[,;]\s")
+_DIGIT = re.compile(r"[0-9]")
+_TWO_LETTERS = re.compile(r"[A-Za-z]{2}")
 FLIP = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
-_MAX_SIGNS = 4
+_MAX_SIGNS, _MAX_DEPTH = 4, 40
 
 
 def read(text: str) -> Node:
-    """The tree of one cleaned answer."""
+    """The tree of one cleaned answer. Raises Undecided where it is too long or nested too deep."""
+    if len(text) > MAX_CHARACTERS:
+        raise Undecided(f"{LENGTH_LIMIT}: {len(text)} characters, at most {MAX_CHARACTERS}")
+    if (depth := deepest(text)) > _MAX_DEPTH:
+        raise Undecided(f"{LENGTH_LIMIT}: brackets nest {depth} deep, at most {_MAX_DEPTH}")
+    return _read(text)
+
+
+def _read(text: str) -> Node:
     text = unwrap(text)
     if text in _SYNONYMS:
         return _SYNONYMS[text]
@@ -98,6 +123,8 @@ def read(text: str) -> Node:
         return _read_text(inner)
     while match := _MEMBER.match(text):
         text = text[match.end() :]
+    if match := _CLOCK.fullmatch(text):
+        return Words(f"{match.group(1)}:{match.group(2)} {match.group(3)}m")
     if len(parts := split_top(text, {r"\lor"})) > 1:
         return _joined("union", parts)
     if len(parts := _split_commas(text)) > 1:
@@ -114,7 +141,7 @@ def read(text: str) -> Node:
         return Words(text)
     if (matrix := _MATRIX.fullmatch(text)) is not None:
         rows = [row for row in split_top(matrix.group(2), {r"\\"}) if row.strip()]
-        cells = tuple(tuple(read(cell) for cell in split_top(row, {"&"})) for row in rows)
+        cells = tuple(tuple(_read(cell) for cell in split_top(row, {"&"})) for row in rows)
         return Matrix(cells, text)
     return _relation(text) or _ratio(text) or _value(text)
 
@@ -127,8 +154,8 @@ def _text_only(text: str) -> str | None:
 
 def _read_text(inner: str) -> Node:
     r"""Content of ``\text{...}``: words, a list of words, or mathematics in the wrong font."""
-    if not re.search(r"[A-Za-z]{2}", inner) and re.search(r"[0-9,]", inner):
-        return read(clean(inner))
+    if not _TWO_LETTERS.search(inner) and re.search(r"[0-9,]", inner):
+        return _read(clean(inner))
     parts = [part.strip() for part in inner.split(",") if part.strip()]
     return Words(inner) if len(parts) < 2 else Many("list", tuple(map(Words, parts)))
 
@@ -139,11 +166,11 @@ def _split_commas(text: str, bracketed: bool = False) -> list[str]:
     In brackets, (1,200) is a pair: there commas group only beside commas that spaces follow.
     """
     parts = split_top(text, {",", ";"})
-    may_group = not bracketed or re.search(r"[,;]\s", text) is not None
+    may_group = not bracketed or _SPACED.search(text) is not None
     merged: list[str] = []
     for part in parts:
-        grouped = may_group and re.fullmatch(r"[0-9]{3}(?![0-9]).*", part, re.DOTALL)
-        if merged and grouped and re.search(r"(?:^|[^0-9.,])[0-9]{1,3}(?:,[0-9]{3})*$", merged[-1]):
+        grouped = may_group and _THOUSANDS.fullmatch(part)
+        if merged and grouped and _LEADING_THOUSANDS.search(merged[-1]):
             merged[-1] += "," + part
         else:
             merged.append(part)
@@ -153,7 +180,7 @@ def _split_commas(text: str, bracketed: bool = False) -> list[str]:
 def _list(parts: Sequence[str]) -> Node:
     items: list[Node] = []
     for part in parts:
-        item = read(part)
+        item = _read(part)
         items += item.items if isinstance(item, Many) and item.kind == "list" else [item]
     names = {item.name for item in items[1:] if isinstance(item, Value)}
     first = items[0] if items else None
@@ -167,7 +194,7 @@ def _joined(kind: str, parts: Sequence[str]) -> Node:
     """Alternatives: intervals make a union, single values a list."""
     items: list[Node] = []
     for part in parts:
-        item = read(part)
+        item = _read(part)
         items += item.items if isinstance(item, Many) else [item]
     if all(isinstance(item, Bracket | Many) for item in items):
         return Many(kind, tuple(items))
@@ -176,7 +203,7 @@ def _joined(kind: str, parts: Sequence[str]) -> Node:
 
 def _expand_signs(text: str) -> list[str] | None:
     r"""Both readings of each ``\pm``; ``\mp`` takes the sign opposite to the ``\pm`` before it."""
-    pieces = re.split(r"(\\pm|\\mp)(?![a-zA-Z])", text)
+    pieces = _SIGN.split(text)
     plus_minus = pieces.count(r"\pm")
     if not 1 <= plus_minus <= _MAX_SIGNS:
         return None
@@ -192,7 +219,7 @@ def _expand_signs(text: str) -> list[str] | None:
                 out += "-" if sign == "+" else "+"
             else:
                 out += piece
-        results.append(re.sub(r"(^|[=(\[{,]\s*)\+", r"\1", out))
+        results.append(_IDLE_PLUS.sub(r"\1", out))
     return results
 
 
@@ -209,16 +236,27 @@ def _group(text: str) -> Node | None:
             return None
         inner = text[len(opening) : -len(closing)].strip()
         if opening == r"\{":
-            condition = split_top(inner, {r"\mid", "|", ":"})
-            if len(condition) > 1 and re.match(_NAME, condition[0].strip()):
-                return read(condition[-1])
+            if (built := _set_builder(inner)) is not None:
+                return built
             return Many("set", _list(_split_commas(inner, bracketed=True)).items)
         parts = _split_commas(inner, bracketed=True)
         if len(parts) == 1:
-            return read(parts[0]) if (opening, closing) in (("(", ")"), ("[", "]")) else None
+            return _read(parts[0]) if (opening, closing) in (("(", ")"), ("[", "]")) else None
         if opening == r"\langle":
             opening, closing = "(", ")"
-        return Bracket(opening, closing, tuple(read(part) for part in parts))
+        return Bracket(opening, closing, tuple(_read(part) for part in parts))
+    return None
+
+
+def _set_builder(inner: str) -> Node | None:
+    r"""``x \mid x > 2`` of real x is the interval; of other heads, head and condition in order."""
+    for separator in (r"\mid", ":", "|"):
+        head, *conditions = split_top(inner, {separator})
+        if conditions and unknowns(head):
+            condition = separator.join(conditions).strip()
+            if _REAL_MEMBER.fullmatch(head.strip()):
+                return _read(condition)
+            return Bracket("{|", "|}", (_read(head), _read(condition)))
     return None
 
 
@@ -230,11 +268,14 @@ def _relation(text: str) -> Node | None:
     if not ops or not all(sides):
         return None
     if set(ops) == {"="}:
-        left, right = sides[0], sides[-1]
-        if _ASSIGNED.fullmatch(left) and left not in _CONSTANTS:
-            value = read(right)
-            return replace(value, name=left) if isinstance(value, Value) else value
-        return Relation("=", left, right)
+        left, *steps, right = sides
+        value = _read(right)
+        if is_assigned(left) and not negates(left):
+            if isinstance(value, Value):
+                return replace(value, name=left, steps=tuple(steps))
+            if not steps and (not isinstance(value, Words) or VARIABLE.fullmatch(left)):
+                return value
+        return Relation("=", left, right, tuple(steps))
     if (interval := _interval(sides, ops)) is not None:
         return interval
     if len(ops) == 1:
@@ -249,12 +290,12 @@ def _ratio(text: str) -> Node | None:
         return None
     if len(parts) == 2:
         return Value(rf"\frac{{{parts[0]}}}{{{parts[1]}}}")
-    return Bracket(":", ":", tuple(read(part) for part in parts))
+    return Bracket(":", ":", tuple(_read(part) for part in parts))
 
 
 def _interval(sides: list[str], ops: list[str]) -> Node | None:
     def unknown(side: str) -> bool:
-        return re.fullmatch(_NAME, side) is not None and side not in _CONSTANTS
+        return VARIABLE.fullmatch(side) is not None and side not in CONSTANTS
 
     if len(ops) == 1:
         if unknown(sides[1]) and not unknown(sides[0]) and ops[0] != r"\ne":
@@ -280,100 +321,62 @@ def _interval(sides: list[str], ops: list[str]) -> Node | None:
 
 # ---- single values ------------------------------------------------------------------------------
 
-_TEXT_TAIL = re.compile(
-    r"(?:\s*(?:\\cdot|/)?\s*\\text\{[^{}]*\}(?:\s*\^\s*(?:\{-?[0-9]\}|[0-9]))?"
-    r"(?:/[a-z]+(?:\^[0-9])?)?)+$"
+_TEXT_UNIT = re.compile(
+    r" ?(?:(?:\\cdot|/) ?)?\\text\{[^{}]*\}(?: ?\^ ?(?:\{-?[0-9]\}|[0-9]))?(?:/[a-z]+(?:\^[0-9])?)?"
 )
 _WORD_TAIL = re.compile(
-    r"(?<=[0-9})])(\s*)([a-zA-Z]{2,}(?:\s+[a-zA-Z]+)*(?:/\s*[a-zA-Z]+)?)(?:\^\{?[0-9]\}?)?$"
+    r"(?<=[0-9})])( ?)([a-zA-Z]{2,}(?: [a-zA-Z]+)*(?:/ ?[a-zA-Z]+)?(?:\^\{?[0-9]\}?)?)$"
 )
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
-_BASE = re.compile(r"([0-9][0-9A-Za-z]*)_(?:\{\s*(?:\\text\{)?\s*(\w+)\s*\}?\s*\}|([0-9]))")
-_UNITS = {
-    "inch": "in",
-    "inche": "in",
-    "foot": "ft",
-    "feet": "ft",
-    "yard": "yd",
-    "mile": "mi",
-    "meter": "m",
-    "metre": "m",
-    "centimeter": "cm",
-    "centimetre": "cm",
-    "millimeter": "mm",
-    "millimetre": "mm",
-    "kilometer": "km",
-    "kilometre": "km",
-    "second": "s",
-    "sec": "s",
-    "minute": "min",
-    "hour": "h",
-    "hr": "h",
-    "gram": "g",
-    "kilogram": "kg",
-    "liter": "l",
-    "litre": "l",
-    "dollar": "$",
-    "usd": "$",
-    "mph": "mi/h",
-    "degree": "degree",
-    "percent": "%",
-}
-_SHORT_UNITS = {"cm", "mm", "km", "kg", "ft", "in", "yd", "mi", "min", "hr", "mph", "ml", "sec"}
+_BASE = re.compile(r"([0-9][0-9A-Za-z]*)_(?:\{ ?(?:\\text\{)? ?(\w+) ?\}? ?\}|([0-9]))")
+_CLOCK = re.compile(r"([0-9]{1,2})\{?:\}?([0-9]{2}) ?(?:\\text\{)? ?([ap])\.? ?m\.? ?\}?")
+_BASE_NAMES = "two three four five six seven eight nine ten eleven twelve".split()
+_BASES = {name: str(i) for i, name in enumerate(_BASE_NAMES, 2)}
 
 
-def _value(text: str) -> Value:
-    unit = None
-    if text.startswith(r"\$"):
-        text, unit = text[2:].strip(), "$"
-    elif text.startswith(r"-\$"):
-        text, unit = "-" + text[3:].strip(), "$"
+def _value(text: str) -> Value | Words:
+    """A value without its unit and lead; words where what stands around it changes it."""
+    whole, name = text, None
+    for sign in (r"\$", r"-\$"):
+        if text.startswith(sign):
+            text, name = sign[:-2] + text[len(sign) :].strip(), "$"
     if text.startswith(r"\text{") and (end := matching_end(text, 5)) is not None:
         rest = text[end + 1 :].strip()
-        if re.search(r"[0-9]", rest):  # words before the value
+        if _DIGIT.search(rest):  # words before the value
+            if not idle_lead(text[6:end]):
+                return Words(whole)
             text = rest
-    if (match := _TEXT_TAIL.search(text)) and match.start() > 0:
-        text, unit = text[: match.start()], _unit(match.group())
-    elif (match := _WORD_TAIL.search(text)) and _is_unit(*match.groups()):
-        text, unit = text[: match.start()], _unit(match.group())
-    text = text.strip()
-    mark = None
-    if unit in ("%", "degree"):
-        mark, unit = unit, None
+    unit = Unit(name)
+    if start := _text_tail(text):
+        text, unit = text[:start], read_unit(text[start:])
+    elif match := _WORD_TAIL.search(text):
+        gap, words = match.groups()
+        if read := bare_unit(gap, words):
+            text, unit = text[: match.start()], read
+    if unit is None:
+        return Words(whole)
+    text, name, mark = text.strip(), unit.name or name, None
+    if unit.scale != 1:
+        number = parse_number(text)
+        if number is None:
+            return Words(whole)
+        text = str(number * unit.scale)
+    if name in ("%", "degree"):
+        name, mark = None, name
     elif text.endswith("%"):
         text, mark = text[:-1].strip(), "%"
     elif text.endswith(r"^\circ") and not _TRIGONOMETRIC.search(text):
         text, mark = text[: -len(r"^\circ")].strip(), "degree"
     if match := _BASE.fullmatch(text):
         digits, base = match.group(1), (match.group(2) or match.group(3)).lower()
-        return Value(digits, unit, mark, _BASES.get(base, base))
-    return Value(unwrap(text), unit, mark)
+        return Value(digits, name, mark, _BASES.get(base, base))
+    return Value(unwrap(text), name, mark)
 
 
-_BASE_NAMES = "two three four five six seven eight nine ten eleven twelve".split()
-_BASES = {name: str(i) for i, name in enumerate(_BASE_NAMES, 2)}
-
-
-def _is_unit(gap: str, words: str) -> bool:
-    """Whether letters after a value are a unit, not a product of symbols."""
-    first = re.match(r"[a-zA-Z]+", words).group().lower()
-    return first in _SHORT_UNITS or (gap != "" and len(first) > 3)
-
-
-def _unit(text: str) -> str | None:
-    """One spelling for a unit: ``inches^2`` and ``square inch`` become ``in^2``; None if empty."""
-    text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text).replace(r"\cdot", " ").lower()
-    text = re.sub(r"[{}().,]", "", text)
-    text = re.sub(r"\bper\b", "/", text)
-    power = ""
-    for word, exponent in (("square", "^2"), ("sq", "^2"), ("cubic", "^3"), ("cu", "^3")):
-        text, count = re.subn(rf"\b{word}\b", "", text)
-        if count:
-            power = exponent
-
-    def singular(match: re.Match[str]) -> str:
-        word = match.group()
-        word = word[:-1] if len(word) > 3 and word.endswith("s") else word
-        return _UNITS.get(word, word)
-
-    return re.sub(r"\s", "", re.sub(r"[a-z]+", singular, text)) + power or None
+def _text_tail(text: str) -> int:
+    r"""Where the ``\text{...}`` groups begin that end a value; 0 without any."""
+    start = end = 0
+    for match in _TEXT_UNIT.finditer(text):
+        start = start if match.start() == end else match.start()
+        end = match.end()
+    return start if end == len(text) else 0

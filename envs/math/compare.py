@@ -8,34 +8,40 @@ worker process answers with sympy.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from envs.math.answers import FLIP, Bracket, Many, Matrix, Node, Relation, Value, Words, read
-from envs.math.latex import clean, deepest
-from envs.math.numbers import equal_numbers, parse_number
+from envs.math.latex import MAX_CHARACTERS, clean
+from envs.math.names import literal_call, names_quantity, unknowns
+from envs.math.numbers import LENGTH_LIMIT, Undecided, equal_numbers, plain_verdict
 
 Equal = Callable[[str, str], bool]
 
-_MAX_DEPTH, _MAX_CHARACTERS = 40, 2000  # longer answers can only be numbers
-_CHOICE = re.compile(r"(?:\\text\{\s*)?\(?([A-Ja-j])\)?[.:]?\s*\}?[.:]?")
+_CHOICE = re.compile(r"(?:\\text\{ ?)?\(?([A-Ja-j])\)?[.:]? ?\}?[.:]?")
 _CHOICE_AND_VALUE = re.compile(
-    r"(?:\\text\{\s*\(?([A-J])\)?[.:]?\s*\}|\(([A-J])\)|([A-J])[).:])\s*[.:]?\s*(\S.*)", re.DOTALL
+    r"(?:\\text\{ ?\(?([A-J])\)?[.:]? ?\}|\(([A-J])\)|([A-J])[).:]) ?[.:]? ?(\S.*)", re.DOTALL
 )
+_GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
+_LETTERS = re.compile(r"[A-Za-z ]+")
+_TEXT_SIGNS = re.compile(r"\\text(?![a-zA-Z])|[{}$]|\\(?=[ ,;])")
+_PUNCTUATION = re.compile(r"(?<![0-9])[.,:]|[.,:](?![0-9])|[;!?()\"'`]|(?<=[a-zA-Z])-(?=[a-zA-Z])")
 
 
 def same_answer(answer: str, gold: str, equal: Equal = equal_numbers) -> bool:
     """Whether a boxed answer and a gold answer, as written, are the same answer.
 
-    With the default ``equal`` raises Undecided where the values need algebra.
+    Raises Undecided where an answer is over a limit and, with the default ``equal``, where the
+    values need algebra.
     """
+    if (verdict := plain_verdict(answer, gold)) is not None:
+        return verdict
+    for text in (answer, gold):
+        if len(text) > MAX_CHARACTERS:
+            raise Undecided(f"{LENGTH_LIMIT}: {len(text)} characters, at most {MAX_CHARACTERS}")
     answer, gold = clean(answer), clean(gold)
     if answer == gold:
         return answer != ""
-    if max(len(answer), len(gold)) > _MAX_CHARACTERS:
-        value = parse_number(answer)
-        return value is not None and value == parse_number(gold)
-    if max(deepest(answer), deepest(gold)) > _MAX_DEPTH:
-        return False
     labelled = _CHOICE_AND_VALUE.fullmatch(answer)
     if (choice := _CHOICE.fullmatch(gold)) and choice.group(1).isupper():
         if labelled:
@@ -48,7 +54,7 @@ def same_answer(answer: str, gold: str, equal: Equal = equal_numbers) -> bool:
 
 def _readings(text: str) -> list[Node]:
     """The tree, and for "100,200" the list beside the number."""
-    if re.fullmatch(r"[0-9]{1,3}(?:,[0-9]{3})+", text):
+    if _GROUPED.fullmatch(text):
         return [read(text), Many("list", tuple(Value(part) for part in text.split(",")))]
     return [read(text)]
 
@@ -60,7 +66,11 @@ def same(answer: Node, gold: Node, equal: Equal) -> bool:
     if isinstance(gold, Relation) and isinstance(answer, Value) and answer.name:
         answer = Relation("=", answer.name, answer.latex)
     if isinstance(answer, Relation) and answer.op == "=" and not isinstance(gold, Relation):
-        return same(read(answer.right), gold, equal)  # \cos x = 1/2 against 1/2
+        return _states(answer, gold, equal)
+    if isinstance(answer, Value) and answer.steps:
+        if not _same_steps(answer.steps, gold, equal):
+            return False
+        answer = replace(answer, steps=())
     if isinstance(answer, Many) and answer.kind == "set" and len(answer.items) == 1:
         if not isinstance(gold, Many):
             return same(answer.items[0], gold, equal)
@@ -96,6 +106,20 @@ def same(answer: Node, gold: Node, equal: Equal) -> bool:
             return _same_relation(answer, gold, equal)
 
 
+def _states(answer: Relation, gold: Node, equal: Equal) -> bool:
+    r"""Whether an equation gives the gold as a value: ``\cos x = 1/2`` gives 1/2, ``1+1 = 2`` 2."""
+    right = read(answer.right)
+    if isinstance(right, Words) or not _same_steps(answer.steps, gold, equal):
+        return False
+    named = names_quantity(answer.left) or _same_steps((answer.left,), gold, equal, strict=True)
+    return named and same(right, gold, equal)
+
+
+def _same_steps(steps: Sequence[str], gold: Node, equal: Equal, strict: bool = False) -> bool:
+    """Whether the known values among the sides of an equation (all, if strict) are the gold."""
+    return all(same(read(s), gold, equal) for s in steps if strict or not unknowns(s))
+
+
 def _factored(answer: Node, gold: Node) -> bool:
     value = answer if isinstance(answer, Value) else gold
     return r"\begin" in value.latex
@@ -104,11 +128,11 @@ def _factored(answer: Node, gold: Node) -> bool:
 def _words(node: Node) -> str | None:
     if isinstance(node, Words):
         text = node.text
-    elif isinstance(node, Value) and re.fullmatch(r"[A-Za-z ]+", node.latex):
+    elif isinstance(node, Value) and _LETTERS.fullmatch(node.latex):
         text = node.latex
     else:
         return None
-    return " ".join(re.sub(r"[^\w\s]", " ", text).casefold().split())
+    return " ".join(_PUNCTUATION.sub(" ", _TEXT_SIGNS.sub(" ", text)).casefold().split())
 
 
 def _same_items(answer: Many, gold: Many, equal: Equal) -> bool:
@@ -118,6 +142,10 @@ def _same_items(answer: Many, gold: Many, equal: Equal) -> bool:
         return all(any(same(a, g, equal) for g in gold.items) for a in answer.items) and all(
             any(same(a, g, equal) for a in answer.items) for g in gold.items
         )
+    if len(answer.items) != len(gold.items):
+        return False
+    if _distinct_names(gold) and not any(getattr(i, "name", None) for i in answer.items):
+        return all(same(a, g, equal) for a, g in zip(answer.items, gold.items, strict=True))
     left = list(gold.items)
     for item in answer.items:
         found = next((g for g in left if same(item, g, equal)), None)
@@ -125,6 +153,12 @@ def _same_items(answer: Many, gold: Many, equal: Equal) -> bool:
             return False
         left.remove(found)
     return not left
+
+
+def _distinct_names(node: Many) -> bool:
+    """Whether every item has a name of its own: a = 2, b = 3 is no list of 2 and 3."""
+    names = [getattr(item, "name", None) for item in node.items]
+    return None not in names and len(set(names)) == len(names) > 1
 
 
 def _same_value(answer: Value, gold: Value, equal: Equal) -> bool:
@@ -139,6 +173,8 @@ def _same_value(answer: Value, gold: Value, equal: Equal) -> bool:
         return same(
             Relation("=", answer.name, answer.latex), Relation("=", gold.name, gold.latex), equal
         )
+    if answer.name and not gold.name and _no_value(answer, gold):
+        return False
     if answer.mark == gold.mark:
         return equal(answer.latex, gold.latex)
     if {answer.mark, gold.mark} == {"%", "degree"}:
@@ -149,6 +185,13 @@ def _same_value(answer: Value, gold: Value, equal: Equal) -> bool:
     if marked.mark == "%":
         return equal(rf"\frac{{{marked.latex}}}{{100}}", bare.latex)
     return r"\pi" in bare.latex and equal(rf"\frac{{({marked.latex})\pi}}{{180}}", bare.latex)
+
+
+def _no_value(answer: Value, gold: Value) -> bool:
+    """Whether an assignment says nothing of a bare gold: f(8) = 5, and A = B of choice B."""
+    return literal_call(answer.name) or bool(
+        _CHOICE.fullmatch(answer.name) and answer.name.isupper() and _CHOICE.fullmatch(gold.latex)
+    )
 
 
 def _in_base(digits: str, base: str | None) -> int | None:

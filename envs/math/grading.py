@@ -2,9 +2,10 @@ r"""Grading of boxed answers.
 
     grade(r"Hence \boxed{\frac{2}{3}}.", "2/3")  ->  Grade(correct=True, answer="\\frac{2}{3}")
 
-The answer is the content of the response's last ``\boxed{...}``. Plain numbers are decided here and
-exactly; what needs algebra goes to a pool of worker processes that can be killed (never forked: the
-caller may hold threads and accelerators). Any thread may grade.
+The answer is the content of the response's last ``\boxed{...}``. Plain numbers and identical texts
+are decided here, in linear time; all else is read and compared in a pool of worker processes that
+can be killed (never forked: the caller may hold threads and accelerators). Any thread may grade.
+What passes a limit of length, nesting, time or memory is undecided: ``Grade.error`` says so.
 
 Conventions, where mathematics alone does not decide:
 
@@ -13,15 +14,23 @@ Conventions, where mathematics alone does not decide:
 * No tolerance: a rounded decimal of an exact gold (0.3333333 for 1/3, 9.42 for 3\pi) is wrong, and
   an integer of any length is compared in full.
 * Units: one side with a unit and one without agree if the values do; two different units do not,
-  and nothing is converted. Currency signs are units.
+  and nothing is converted. Currency signs are units, and so is a noun in the plural ("7 apples").
+  Million, dozen and their like multiply. Any other word beside a value ("at least 5") makes the
+  answer a text, which agrees with the same words alone.
 * Percent: 50, 0.5 and 50\% all agree with 50\%; 50\% agrees with 50 and with 0.5.
 * Degrees: 30 and \pi/6 agree with 30^\circ. Inside a function 60^\circ is an angle.
 * Words and choice letters compare without case, symbols with it. A choice letter may be followed by
   its value: "(B) 12" agrees with B and with 12.
 * Lists and sets are unordered, tuples and intervals ordered with their brackets; a list needs all
   of the gold's items and no other. A bare list is not a tuple.
-* Intervals, inequalities, set-builder notation and membership are read alike. An assignment
-  ("x = 5") agrees with its value. Equations agree if they are multiples of each other.
+* Intervals, inequalities, set-builder notation and membership are read alike. Equations agree if
+  they are multiples of each other.
+* An assignment agrees with its value: of a name (x, AB, f(x)), of an expression in several unknowns
+  or a function of one (m + n = 5, \cos x = 1/2), of words (Area = 5). An equation in one unknown
+  (2x = 5), a function at a given number (f(8) = 5) and a wrong sum (8 = 5) do not. What stands
+  between (x = 2+3 = 5) must be equal too. A bare list follows the order of a gold's names.
+* I(0) and y' are unknowns of their own; n(n+1) is a product. Where something is rounded, letters
+  i to n, p, K, M and N are whole numbers. Dots (1, 2, \ldots) are an item of their own.
 * a:b is a quotient. A number with a stated base agrees with its digits alone, and with another base
   by value. Expressions agree by value, in whatever form (factored or not).
 * 1,000, 1\,000 and 1 000 are one number; "1, 000" and "1,2,3" are lists.
@@ -45,8 +54,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from envs.math.compare import same_answer
-from envs.math.numbers import Undecided
+from envs.math.latex import MAX_CHARACTERS
+from envs.math.numbers import LENGTH_LIMIT, plain_verdict
 from envs.math.parsing import last_boxed
 
 TIME_LIMIT, MEMORY_LIMIT, CRASH = "time limit", "memory limit", "crash"
@@ -57,7 +66,8 @@ class Grade:
     """A verdict. ``answer``: the box's content, None without one.
 
     ``error`` says why no verdict was reached (``correct`` is False then): ``time limit``, ``memory
-    limit``, ``crash: ...`` (the process died twice), or what stopped the comparison.
+    limit``, ``length limit: ...``, ``crash: ...`` (the process died twice), ``gold not readable:
+    ...``, or what stopped the comparison.
     """
 
     correct: bool
@@ -68,22 +78,32 @@ class Grade:
 def grade(response: str, gold: str | Sequence[str], pool: GraderPool | None = None) -> Grade:
     """Grades a whole model output against the gold answer, or against any of several.
 
-    ``pool`` defaults to one that is shared by the process and started on first need.
+    ``pool`` defaults to one that is shared by the process and started on first need. Raises
+    TypeError where the response is no text, or the gold neither text nor a list of texts.
     """
+    if not isinstance(response, str):
+        raise TypeError(f"a response is text, not {type(response).__name__}: {response!r}")
+    golds = (gold,) if isinstance(gold, str) else gold
+    if not isinstance(golds, Sequence) or not golds or not all(isinstance(g, str) for g in golds):
+        raise TypeError(f"a gold answer is text, or a list of texts, not {gold!r}")
     answer = last_boxed(response)
     if answer is None:
         return Grade(False, None)
-    golds = (gold,) if isinstance(gold, str) else tuple(gold)
-    undecided = []
+    unread = []
     for text in (last_boxed(gold) or gold for gold in golds):
-        try:
-            if same_answer(answer, text):
-                return Grade(True, answer)
-        except Undecided:
-            undecided.append(text)
-    if not undecided:
+        if text.strip().casefold() == "nan":  # a missing value, as tables of data write it
+            return Grade(False, answer, "gold not readable: nan")
+        verdict = plain_verdict(answer, text)
+        if verdict:
+            return Grade(True, answer)
+        if verdict is None:
+            unread.append(text)
+    if not unread:
         return Grade(False, answer)
-    correct, error = (pool or default_pool()).compare(answer, undecided)
+    if (longest := max(map(len, (answer, *unread)))) > MAX_CHARACTERS:
+        limit = f"{LENGTH_LIMIT}: {longest} characters, at most {MAX_CHARACTERS}"
+        return Grade(False, answer, limit)
+    correct, error = (pool or default_pool()).compare(answer, unread)
     return Grade(correct, answer, error)
 
 
