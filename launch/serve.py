@@ -7,10 +7,19 @@ otherwise; there is no password. Ctrl-C ends it.
 from __future__ import annotations
 
 import signal
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launch.cli import Parser, entry
 
+if TYPE_CHECKING:
+    from models.tokenizer import ChatTokenizer
+    from srpo_jax.engine import Engine
+    from srpo_jax.run_engine import EngineSettings
+
+DEFAULT_PORT = 8000  # launch.serve_retriever has 8100
 DEFAULT_SLOTS = 8
 DEFAULT_CACHE_TOKENS = 4096
 
@@ -24,20 +33,27 @@ def main(argv: list[str] | None = None) -> int:
         "settings are then the defaults",
     )
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0: any free one")
+    parser.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help=f"default {DEFAULT_PORT}; 0: any free one"
+    )
     parser.add_argument(
         "--slots", type=int, help=f"requests at once on each replica (default {DEFAULT_SLOTS})"
     )
-    parser.add_argument("--replicas", type=int, help="engines beside each other (default 1)")
-    parser.add_argument("--tensor", type=int, help="devices of each of them (default 1)")
+    parser.add_argument(
+        "--replicas", type=int, help="engines beside each other (default: the recipe's, or 1)"
+    )
+    parser.add_argument(
+        "--tensor", type=int, help="devices of each of them (default: the recipe's, or 1)"
+    )
     parser.add_argument(
         "--cache-tokens", type=int,
         help=f"longest prompt and response together (default {DEFAULT_CACHE_TOKENS}, or what the "
         "model was made for)",
     )  # fmt: skip
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="default: the recipe's, or float32"
-    )
+        "--dtype", choices=("float32", "bfloat16"),
+        help="default: the recipe's, or the checkpoint's own (on a CPU float32)",
+    )  # fmt: skip
     parser.add_argument(
         "--policy-version", type=int, default=0, metavar="N",
         help="version of the weights that answers name (default 0)",
@@ -49,78 +65,102 @@ def main(argv: list[str] | None = None) -> int:
     if not 0 <= args.port < 2**16:
         parser.error(f"--port must be from 0 to 65535, got {args.port}")
 
-    path, revision, dtype = args.model, None, args.dtype or "float32"
-    slots, cache_tokens, burst = args.slots, args.cache_tokens, 16
-    axes, budget, stored = {"replicas": 1, "tensor": 1}, None, None
+    from srpo_jax.completion_server import CompletionServer, listen
+
+    path, revision, settings = args.model, None, None
     if path.endswith((".yaml", ".yml")):
         from srpo_jax.config import load_recipe
+        from srpo_jax.run_engine import engine_settings
 
         recipe = load_recipe(path)
         path, revision = recipe.model.path, recipe.model.revision
-        rollout = recipe.rollout
-        dtype = args.dtype or rollout.dtype or recipe.model.dtype
-        burst, budget, stored = rollout.burst, rollout.cache_tokens, rollout.stored_tokens
-        slots = slots or rollout.slots
-        cache_tokens = cache_tokens or rollout.prompt_tokens + rollout.response_tokens
-        axes = rollout.mesh.model_dump() if rollout.mesh else axes
-    axes |= {name: value for name in axes if (value := getattr(args, name)) is not None}
+        settings = engine_settings(recipe)
+    try:  # first: a model may take minutes to load
+        listener = listen(args.host, args.port)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        parser.error(f"cannot listen on {args.host}:{args.port}: {reason}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with listener:
+        engine, tokenizer = start_engine(parser, args, path, revision, settings)
+        server = CompletionServer(engine, tokenizer, str(Path(path)), listener)
+        print(
+            f"{server.name} in {engine.dtype}, {engine.slots} slots of {engine.cache_tokens} "
+            f"tokens, POST {server.url}/v1/completions",
+            flush=True,
+        )
+        try:
+            server.run()
+        except KeyboardInterrupt:
+            return 0
+        finally:
+            server.server_close()
 
+
+def start_engine(
+    parser: Parser,
+    args: Namespace,
+    path: str,
+    revision: str | None,
+    settings: EngineSettings | None,
+) -> tuple[Engine, ChatTokenizer]:
+    """An engine that has taken its first step, by a recipe's ``settings`` (None: the defaults) and
+    what ``args`` say. The loaded model ends with this call: the engine's copy stays alone.
+
+    Raises EngineFailed.
+    """
     import jax
     import jax.numpy as jnp
 
     from models.convert import load_hf
     from models.qwen import split_params
     from models.tokenizer import ChatTokenizer
-    from srpo_jax.completion_server import CompletionServer
-    from srpo_jax.engine import Engine, Request
+    from srpo_jax.completion_server import EngineFailed
+    from srpo_jax.engine import Request
     from srpo_jax.engine.layout import engine_mesh
+    from srpo_jax.run_engine import EngineSettings, MeshError, build_engine
     from srpo_jax.sharding import make_mesh
 
     devices = jax.local_devices()
-    if axes["replicas"] != -1:
-        devices = devices[: axes["replicas"] * axes["tensor"]]
+    on_cpu = devices[0].platform == "cpu"
+    dtype = args.dtype and jnp.dtype(args.dtype)
+    dtype = dtype or (settings.dtype if settings else jnp.dtype("float32") if on_cpu else None)
+    mesh = settings and settings.mesh
+    axes = {name: value for name in ("replicas", "tensor") if (value := getattr(args, name))}
+    if axes or settings is None:
+        mesh = {"replicas": 1, "tensor": 1} | (mesh or {}) | axes
+    if mesh and mesh["replicas"] != -1:
+        devices = devices[: mesh["replicas"] * mesh["tensor"]]
     try:
-        mesh = engine_mesh(devices, **axes)
+        engine_mesh(devices, **(mesh or {"replicas": -1}))
     except ValueError as error:
         parser.error(f"--replicas, --tensor: {error}")
     tokenizer = ChatTokenizer(path, revision=revision)
-    model, config = load_hf(
-        path, dtype=jnp.dtype(dtype), mesh=make_mesh(1, -1, 1, devices), revision=revision
-    )
-    cache_tokens = cache_tokens or min(DEFAULT_CACHE_TOKENS, config.max_position)
-    if cache_tokens > config.max_position:
-        parser.error(f"--cache-tokens is {cache_tokens}, {path} was made for {config.max_position}")
-    try:
-        engine = Engine(
-            config, *split_params(model), mesh=mesh,
-            vocab_size=tokenizer.vocab_size, stop_ids=tokenizer.stop_ids,
-            slots=slots or DEFAULT_SLOTS, cache_tokens=cache_tokens, burst=burst,
-            budget_tokens=budget, store_tokens=stored, dtype=jnp.dtype(dtype),
-            tokenizer=tokenizer, version=args.policy_version,
+    model, config = load_hf(path, dtype=dtype, mesh=make_mesh(1, -1, 1, devices), revision=revision)
+    if settings is None:
+        leaves = jax.tree.leaves(split_params(model)[1])
+        settings = EngineSettings(
+            DEFAULT_SLOTS, min(DEFAULT_CACHE_TOKENS, config.max_position),
+            jnp.result_type(*(leaf.dtype for leaf in leaves)),
         )  # fmt: skip
+    settings = replace(
+        settings, slots=args.slots or settings.slots, longest=args.cache_tokens or settings.longest,
+        dtype=dtype or settings.dtype, mesh=mesh,
+    )  # fmt: skip
+    if settings.longest > config.max_position:
+        parser.error(
+            f"--cache-tokens is {settings.longest}, {path} was made for {config.max_position}"
+        )
+    try:
+        engine = build_engine(settings, model, tokenizer, devices, version=args.policy_version)
+        engine.run([Request([0], (0, 0), 1)])  # compiles
+    except MeshError as error:
+        parser.error(f"--replicas, --tensor: {error}")
     except ValueError as error:
         parser.error(str(error))
-    try:
-        server = CompletionServer(
-            engine, tokenizer, str(Path(path)), host=args.host, port=args.port
-        )
-    except OSError as error:
-        parser.error(f"cannot listen on {args.host}:{args.port}: {error.strerror or error}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        engine_ready = server.pump.submit(Request([0], (0, 0), 1))  # compiles
-        engine_ready.done.wait()
-        print(
-            f"{server.name}, {engine.slots} slots of {engine.cache_tokens} tokens, "
-            f"POST {server.url}/v1/completions",
-            flush=True,
-        )
-        server.serve_forever()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        server.server_close()
-    return 0
+    except RuntimeError as error:  # a device's, such as one whose memory is full
+        raise EngineFailed("the engine cannot start", error) from error
+    return engine, tokenizer
 
 
 if __name__ == "__main__":

@@ -21,7 +21,13 @@ from srpo_jax.compile_report import (
 from srpo_jax.config import Recipe
 from srpo_jax.engine.build import EnginePrograms, build_programs
 from srpo_jax.engine.layout import REPLICA, TENSOR
-from srpo_jax.run_engine import cache_budget, engine_dtype, engine_shapes, recipe_mesh
+from srpo_jax.run_engine import (
+    cache_budget,
+    engine_settings,
+    engine_shapes,
+    recipe_line,
+    settings_mesh,
+)
 from srpo_jax.yaml_reading import RecipeError
 
 
@@ -77,13 +83,17 @@ def abstract_engine(
     config = architecture.config
     graphdef, params = abstract_model(config, jnp.dtype(recipe.model.param_dtype))
     num_params = sum(a.size for a in jax.tree.leaves(params))
-    mesh = recipe_mesh(recipe, config, num_params, devices, usable)
-    tensor, dtype = mesh.shape[TENSOR], engine_dtype(recipe)
+    settings = engine_settings(recipe)
+    try:
+        mesh = settings_mesh(settings, config, num_params, devices, usable)
+    except ValueError as error:
+        raise RecipeError(recipe_line(error)) from None
+    tensor, dtype = mesh.shape[TENSOR], settings.dtype
     kept = {k: v for k, v in resident.items() if k not in ("gradient sums", "batch")}
     free = usable - sum(kept.values()) - num_params * dtype.itemsize // tensor
     platform = devices[0].platform
-    shapes = engine_shapes(recipe, platform)
-    tokens, one = cache_budget(recipe, config, tensor, shapes, free), shapes.request_pages
+    shapes = engine_shapes(settings, platform)
+    tokens, one = cache_budget(settings, config, tensor, shapes, free), shapes.request_pages
     if tokens < one * shapes.page:
         raise OutOfMemory(
             f"rollout: beside weights and learner there is room for {tokens} cached tokens, one "
@@ -93,10 +103,10 @@ def abstract_engine(
         programs = build_programs(
             config, graphdef, params, mesh, cache_attention_on(platform), shapes,
             pages=tokens // shapes.page + 1, vocab_size=architecture.tokenizer_ids, stop_ids=(0,),
-            burst=recipe.rollout.burst, dtype=dtype,
+            burst=settings.burst, dtype=dtype,
         )  # fmt: skip
     except ValueError as error:
-        raise RecipeError(f"rollout: {error}") from None
+        raise RecipeError(recipe_line(error)) from None
     return AbstractEngine(
         programs, mesh.shape[REPLICA], tensor, tokens, kept,
         weights=bytes_per_device(programs.weights), cache=bytes_per_device(programs.state.cache),

@@ -16,13 +16,16 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import re
 import secrets
 import socket
 import threading
 import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, NoReturn
+
+import numpy as np
 
 from models.tokenizer import ChatTokenizer
 from srpo_jax.engine import Completion, Engine, Request
@@ -31,9 +34,11 @@ from srpo_jax.engine.stop_strings import text_before
 from srpo_jax.recipe_errors import nearest
 
 MAX_BODY = 8 << 20  # bytes: a million token ids
+MAX_MESSAGE = 500  # characters of an error, which may quote the request
 MAX_STOPS, MAX_STOP = 64, 1024  # stop strings of a request, and characters of one
 MAX_REQUESTS = 1024  # in the engine at once; one more is answered with 429
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_LAST_SECONDS = 1.0  # that a server still answers when its engine has failed
 _POLL_SECONDS = 0.1  # between looks at whether a waiting client has left
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -75,6 +80,7 @@ class EnginePump:
         self._count = 0
         self._stopping = False
         self.failure: Exception | None = None
+        self.broken = threading.Event()  # set with the failure
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -114,6 +120,7 @@ class EnginePump:
                     self._end(self._running.pop(uid), completion)
         except Exception as error:  # every waiting client must hear of it, and /health
             self.failure = error
+            self.broken.set()
         failure = self.failure or RuntimeError("the server is stopping")
         for ticket in self._running.values():
             self._end(ticket, failure)
@@ -141,37 +148,68 @@ class EnginePump:
         ticket.done.set()
 
 
-class CompletionServer(ThreadingHTTPServer):
-    """Serves one engine under the model name ``name``; ``serve_forever`` runs it.
+class EngineFailed(RuntimeError):
+    """An engine that cannot take its steps; one line."""
 
-    ``server_close`` also ends the engine's thread. Raises OSError where it cannot listen.
+    exit_code = 1
+
+    def __init__(self, what: str, error: Exception):
+        lines = str(error).strip().splitlines()
+        super().__init__(f"{what}: {lines[0] if lines else type(error).__name__}")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at which clients wait until a server serves it. Raises OSError or UnicodeError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=256)
+
+
+class CompletionServer(ThreadingHTTPServer):
+    """Serves one engine under the model name ``name`` at ``listener`` (None: any free port of this
+    machine's own address); ``run`` or ``serve_forever`` runs it.
+
+    ``server_close`` also ends the engine's thread.
     """
 
     daemon_threads = True
-    request_queue_size = 256
 
     def __init__(
         self,
         engine: Engine,
         tokenizer: ChatTokenizer,
         name: str,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 8000,
+        listener: socket.socket | None = None,
     ):
-        super().__init__((host, port), _Handler)
+        listener = listener or listen("127.0.0.1", 0)
+        super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
+        self.socket.close()  # the base class's own
+        self.socket = listener
         self.engine, self.tokenizer, self.name = engine, tokenizer, name
         self.pump = EnginePump(engine)
 
     @property
     def url(self) -> str:
         host, port = self.server_address[:2]
-        return f"http://{host}:{port}"
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def run(self) -> NoReturn:
+        """Serves until the engine breaks, and tells clients so for a moment.
+
+        Raises EngineFailed.
+        """
+        thread = threading.Thread(target=self.serve_forever, name="http", daemon=True)
+        thread.start()
+        try:
+            self.pump.broken.wait()
+            time.sleep(_LAST_SECONDS)
+        finally:
+            self.shutdown()
+            thread.join()
+        raise EngineFailed("the engine has failed", self.pump.failure)
 
     def server_close(self) -> None:
         super().server_close()
-        if hasattr(self, "pump"):  # not if it could not listen
-            self.pump.stop()
+        self.pump.stop()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Clients that leave in the middle are no news."""
@@ -218,16 +256,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> dict[str, Any]:
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal():
+        if not re.fullmatch("[0-9]+", length):
             self.close_connection = True
             raise BadRequest("want a Content-Length", 411)
-        if int(length) > MAX_BODY:
+        if len(length) > 18 or int(length) > MAX_BODY:
             self.close_connection = True
             raise BadRequest(f"the body has {length} bytes, at most {MAX_BODY} are read", 413)
         try:
             body = json.loads(self.rfile.read(int(length)), parse_constant=_no_constant)
-        except (ValueError, RecursionError):
-            body = None
+        except RecursionError:
+            raise BadRequest("the body must be a JSON object: nested too deeply") from None
+        except ValueError as error:
+            raise BadRequest(f"the body must be a JSON object: {error}") from None
         if not isinstance(body, dict):
             raise BadRequest("the body must be a JSON object")
         return body
@@ -235,9 +275,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
         server = self.server
         tokenizer = server.tokenizer
-        if body.get("model", server.name) != server.name:
+        model = body.get("model", server.name)
+        if not isinstance(model, str):
+            raise BadRequest('"model" must be a name')
+        if model != server.name:
             raise BadRequest(
-                f"no model {body['model']!r} here, it is {server.name!r}", 404, "model_not_found"
+                f"no model {model!r} here, it is {server.name!r}", 404, "model_not_found"
             )
         request = parse_request(body, tokenizer)
         ticket = server.pump.submit(request)
@@ -250,6 +293,8 @@ class _Handler(BaseHTTPRequestHandler):
             raise done
         if not isinstance(done, Completion):
             raise RuntimeError(f"no completion: {done}")
+        if not np.isfinite(done.logps).all():
+            raise RuntimeError("the model gives log-probs that are not finite")
         cuts = () if body.get("include_stop_str_in_output") else request.stop_strings
         special = body.get("skip_special_tokens") is False
         text = text_before(done.ids, cuts, tokenizer, special=special)
@@ -289,7 +334,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_error(self, status: int, message: str, code: str | None = None) -> None:
         kind = "invalid_request_error" if status < 500 else "server_error"
-        message = " ".join(message.split())
+        message = " ".join(message[:MAX_MESSAGE].split())
         error = {"message": message, "type": kind, "param": None, "code": code}
         self._send(status, {"error": error})
 
@@ -320,7 +365,7 @@ def parse_request(body: dict[str, Any], tokenizer: ChatTokenizer) -> Request:
             if value is not None and value not in _NEUTRAL[name]:
                 raise BadRequest(f'"{name}": only {json.dumps(_NEUTRAL[name][0])} is supported')
         elif name not in _KNOWN:
-            raise BadRequest(f'no field "{name}", {nearest(name, _KNOWN)}')
+            raise BadRequest(f'no field "{name[:64]}", {nearest(name[:64], _KNOWN)}')
     prompt = body.get("prompt")
     if isinstance(prompt, str):
         prompt = tokenizer.encode_text(prompt)
@@ -345,9 +390,8 @@ def parse_request(body: dict[str, Any], tokenizer: ChatTokenizer) -> Request:
             f'"stop" can have at most {MAX_STOPS} strings of at most {MAX_STOP} characters'
         )
     stop_ids = body.get("stop_token_ids") or []
-    if not isinstance(stop_ids, list) or not set(map(str, stop_ids)) <= set(
-        map(str, tokenizer.stop_ids)
-    ):
+    whole = isinstance(stop_ids, list) and all(type(i) is int for i in stop_ids)
+    if not whole or not set(stop_ids) <= set(tokenizer.stop_ids):
         raise BadRequest(f'"stop_token_ids" can only be of {list(tokenizer.stop_ids)}')
     for name in ("return_token_ids", "include_stop_str_in_output", "skip_special_tokens"):
         if body.get(name) not in (None, True, False):

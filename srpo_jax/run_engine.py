@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +31,44 @@ from srpo_jax.engine.plan import Shapes
 from srpo_jax.remote_engine import RemoteEngine
 
 WEIGHTS_SHARE = 0.3  # of a device's memory that an engine's weights may take beside a learner's
+_MEMINFO = Path("/proc/meminfo")  # Linux
 CACHE_SHARE = 0.85  # of what weights and learner leave free; the programs' own arrays need the rest
+
+
+class MeshError(ValueError):
+    """A mesh that does not make the devices or divide the model."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What sizes an engine.
+
+    slots          requests at once on each replica
+    longest        tokens of one call, prompt and response together
+    dtype          of weights and cache
+    cache_tokens   of a replica's cache (None: ``longest`` in every slot, as far as there is memory)
+    stored_tokens  of it that may keep prompts which no request reads (None: whatever is free)
+    mesh           sizes of its axes (None: as few devices a replica as hold the weights)
+    """
+
+    slots: int
+    longest: int
+    dtype: np.dtype
+    burst: int = 16
+    cache_tokens: int | None = None
+    stored_tokens: int | None = None
+    mesh: Mapping[str, int] | None = None
+
+
+def engine_settings(recipe: Recipe) -> EngineSettings:
+    """A recipe's."""
+    rollout = recipe.rollout
+    return EngineSettings(
+        slots=rollout.slots, longest=rollout.prompt_tokens + rollout.response_tokens,
+        dtype=jnp.dtype(rollout.dtype or recipe.model.dtype), burst=rollout.burst,
+        cache_tokens=rollout.cache_tokens, stored_tokens=rollout.stored_tokens,
+        mesh=rollout.mesh.model_dump() if rollout.mesh else None,
+    )  # fmt: skip
 
 
 def local_engine(recipe: Recipe, model: Qwen, tokenizer: ChatTokenizer, learner: Mesh) -> Engine:
@@ -36,68 +76,84 @@ def local_engine(recipe: Recipe, model: Qwen, tokenizer: ChatTokenizer, learner:
 
     Raises RecipeError where the mesh, the cache or the model's shape does not fit.
     """
-    rollout, config = recipe.rollout, model.config
-    graphdef, params = split_params(model)
-    num_params = sum(a.size for a in jax.tree.leaves(params))
+    # The frozen reference is the loaded parameters themselves, until an update makes new ones.
+    params = split_params(model)[1]
+    reference = bytes_per_device(params) if recipe.objective_config().kl_coef else 0
     devices = list(learner.devices.flat)
-    memory = devices[0].memory_stats() or {}
-    mesh = recipe_mesh(recipe, config, num_params, devices, memory.get("bytes_limit"))
-    free = None
-    if "bytes_limit" in memory:
-        weights = num_params * engine_dtype(recipe).itemsize // mesh.shape[TENSOR]
-        # The frozen reference is the loaded parameters themselves, until an update makes new ones.
-        reference = bytes_per_device(params) if recipe.objective_config().kl_coef else 0
-        free = memory["bytes_limit"] - memory["bytes_in_use"] - weights - reference
-    shapes = engine_shapes(recipe, devices[0].platform)
     try:
-        return Engine(
-            config, graphdef, params, mesh=mesh,
-            vocab_size=tokenizer.vocab_size, stop_ids=tokenizer.stop_ids, slots=rollout.slots,
-            cache_tokens=shapes.cache_tokens, burst=rollout.burst,
-            budget_tokens=cache_budget(recipe, config, mesh.shape[TENSOR], shapes, free),
-            store_tokens=rollout.stored_tokens, tokenizer=tokenizer,
-            dtype=engine_dtype(recipe),
-        )  # fmt: skip
+        return build_engine(engine_settings(recipe), model, tokenizer, devices, reference)
     except ValueError as error:
-        raise RecipeError(f"rollout: {error}") from None
+        raise RecipeError(recipe_line(error)) from None
 
 
-def recipe_mesh(
-    recipe: Recipe,
+def recipe_line(error: ValueError) -> str:
+    """What ``build_engine`` or ``settings_mesh`` refuses, as a line about a recipe."""
+    return f"{'rollout.mesh' if isinstance(error, MeshError) else 'rollout'}: {error}"
+
+
+def build_engine(
+    settings: EngineSettings,
+    model: Qwen,
+    tokenizer: ChatTokenizer,
+    devices: Sequence[jax.Device],
+    reserved: int = 0,
+    version: int = 0,
+) -> Engine:
+    """An engine on ``devices``, which keep ``reserved`` bytes each beside what they hold now.
+
+    The engine has a copy of the model's weights; the model itself is the caller's to keep or drop.
+
+    Raises MeshError, or ValueError where the cache or the model's shape does not fit.
+    """
+    graphdef, params = split_params(model)
+    config = model.config
+    num_params = sum(a.size for a in jax.tree.leaves(params))
+    memory = (devices[0].memory_stats() or {}).get("bytes_limit")
+    mesh = settings_mesh(settings, config, num_params, devices, memory)
+    tensor = mesh.shape[TENSOR]
+    free = free_bytes(devices)
+    if free is not None:
+        free -= num_params * settings.dtype.itemsize // tensor + reserved
+    shapes = engine_shapes(settings, devices[0].platform)
+    return Engine(
+        config, graphdef, params, mesh=mesh, vocab_size=tokenizer.vocab_size,
+        stop_ids=tokenizer.stop_ids, slots=settings.slots, cache_tokens=settings.longest,
+        burst=settings.burst, budget_tokens=cache_budget(settings, config, tensor, shapes, free),
+        store_tokens=settings.stored_tokens, tokenizer=tokenizer, dtype=settings.dtype,
+        version=version,
+    )  # fmt: skip
+
+
+def settings_mesh(
+    settings: EngineSettings,
     config: ModelConfig,
     num_params: int,
     devices: Sequence[jax.Device],
     memory: float | None,
 ) -> Mesh:
-    """The engine's mesh over ``devices``: as the recipe says, else with the fewest devices a
+    """The engine's mesh over ``devices``: as the settings say, else with the fewest devices a
     replica whose ``memory`` (bytes of one; None: a CPU's, enough) has room beside the weights.
 
-    Raises RecipeError where it does not make the devices or divide the model.
+    Raises MeshError where it does not make the devices or divide the model.
     """
     axes = {"replicas": -1, "tensor": 1}
-    if recipe.rollout.mesh is not None:
-        axes = recipe.rollout.mesh.model_dump()
+    if settings.mesh is not None:
+        axes = settings.mesh
     elif memory is not None:
-        size = num_params * engine_dtype(recipe).itemsize
+        size = num_params * settings.dtype.itemsize
         axes["tensor"] = fewest_devices(config, len(devices), size, WEIGHTS_SHARE * memory)
     try:
         mesh = engine_mesh(devices, **axes)
         check_tensor(config, mesh.shape[TENSOR])
     except ValueError as error:
-        raise RecipeError(f"rollout.mesh: {error}") from None
+        raise MeshError(str(error)) from None
     return mesh
 
 
-def engine_shapes(recipe: Recipe, platform: str) -> Shapes:
+def engine_shapes(settings: EngineSettings, platform: str) -> Shapes:
     """The sizes of the engine's programs on a kind of devices."""
-    rollout, attention = recipe.rollout, cache_attention_on(platform)
-    longest = rollout.prompt_tokens + rollout.response_tokens
-    return Shapes(rollout.slots, attention.page, attention.lanes, longest)
-
-
-def engine_dtype(recipe: Recipe) -> np.dtype:
-    """Of the engine's weights and cache."""
-    return jnp.dtype(recipe.rollout.dtype or recipe.model.dtype)
+    attention = cache_attention_on(platform)
+    return Shapes(settings.slots, attention.page, attention.lanes, settings.longest)
 
 
 def token_bytes(config: ModelConfig, tensor: int, itemsize: int) -> int:
@@ -106,17 +162,30 @@ def token_bytes(config: ModelConfig, tensor: int, itemsize: int) -> int:
     return 2 * config.num_layers * heads * config.head_dim * itemsize
 
 
+def free_bytes(devices: Sequence[jax.Device]) -> int | None:
+    """What is free of one device's memory; of a CPU's, its share of what the machine has available.
+    None where nobody says."""
+    stats = devices[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    if devices[0].platform == "cpu" and _MEMINFO.is_file():
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE)
+        return int(found[1]) * 1024 // len(devices) if found else None
+    return None
+
+
 def cache_budget(
-    recipe: Recipe, config: ModelConfig, tensor: int, shapes: Shapes, free: float | None
-) -> int | None:
-    """Tokens of a replica's cache: the recipe's, else what fits ``free`` bytes of a device, at most
-    the longest call in every slot. None: that (a CPU, whose memory is taken to be enough)."""
-    if recipe.rollout.cache_tokens is not None or free is None:
-        return recipe.rollout.cache_tokens
-    fits = int(CACHE_SHARE * max(free, 0)) // token_bytes(
-        config, tensor, engine_dtype(recipe).itemsize
-    )
-    return min(fits, shapes.slots * shapes.request_pages * shapes.page)
+    settings: EngineSettings, config: ModelConfig, tensor: int, shapes: Shapes, free: float | None
+) -> int:
+    """Tokens of a replica's cache: as set, else the longest call in every slot, or what of it fits
+    ``free`` bytes of a device (None: enough)."""
+    if settings.cache_tokens is not None:
+        return settings.cache_tokens
+    whole = shapes.slots * shapes.request_pages * shapes.page
+    if free is None:
+        return whole
+    one = token_bytes(config, tensor, settings.dtype.itemsize)
+    return min(int(CACHE_SHARE * max(free, 0)) // one, whole)
 
 
 def remote_engine(recipe: Recipe, tokenizer: ChatTokenizer) -> RemoteEngine:

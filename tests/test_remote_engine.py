@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from envs.workflow import Outcome, Prompt, Score, Task, Workflow
-from launch import serve
-from models.convert import load_hf
-from models.qwen import split_params
 from models.tokenizer import ChatTokenizer
-from srpo_jax.completion_server import MAX_BODY, CompletionServer
-from srpo_jax.engine import Engine, Request, request_key
-from srpo_jax.remote_engine import RemoteEngine, RemoteEngineError, StalePolicy, parse_answer
+from srpo_jax.engine import Request
+from srpo_jax.remote_engine import RemoteEngineError, StalePolicy, parse_answer
 from srpo_jax.rollout import EpisodePlan, Rollout, SamplingConfig
-
-ROOT = Path(__file__).resolve().parent.parent
-TINY = ROOT / "assets" / "tiny_team"
-VERSION = 5
+from tests.server_cases import (
+    TINY,
+    VERSION,
+    ask,
+    new_request,
+    remote_of,
+    serving,
+    tiny_engine,
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,39 +35,14 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def new_engine(tokenizer):
-    model, config = load_hf(TINY, dtype=jnp.float32)
-    parts = split_params(model)
-
-    def build():
-        return Engine(
-            config, *parts, vocab_size=tokenizer.vocab_size, stop_ids=tokenizer.stop_ids, slots=4,
-            cache_tokens=128, burst=4, tokenizer=tokenizer, version=VERSION,
-        )  # fmt: skip
-
-    return build
+def local(tokenizer):
+    return tiny_engine(tokenizer)
 
 
 @pytest.fixture(scope="module")
-def local(new_engine):
-    return new_engine()
-
-
-@pytest.fixture(scope="module")
-def server(new_engine, tokenizer):
-    server = CompletionServer(new_engine(), tokenizer, "tiny", port=0)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join(5)
-    assert not thread.is_alive()
-
-
-def remote_of(url, **options):
-    options = {"model": "tiny", "version": VERSION, "timeout": 20.0, "backoff": 0.01} | options
-    return RemoteEngine(url, **options)
+def server(tokenizer):
+    with serving(tiny_engine(tokenizer), tokenizer) as server:
+        yield server
 
 
 @pytest.fixture
@@ -81,12 +51,6 @@ def remote(server):
     yield engine
     assert engine.idle
     engine.close()
-
-
-def new_request(number=0, **options):
-    ids = np.random.default_rng(number).integers(20, 500, 5 + number).tolist()
-    options = {"max_tokens": 10} | options
-    return Request(ids, request_key(7, 0, number), **options)
 
 
 def step_all(engine):
@@ -403,166 +367,3 @@ def test_a_server_without_versions_needs_version_none():
     with pytest.raises(StalePolicy, match="no policy version, expected 5"):
         parse_answer(answer, new_request(), VERSION, "url")
     assert parse_answer(answer, new_request(), None, "url").version == 0
-
-
-# ---- the server ----------------------------------------------------------------------------------
-
-
-def ask(server, method, path, body=None, headers=None):
-    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=20)
-    data = body if isinstance(body, bytes | None) else json.dumps(body)
-    connection.request(method, path, data, headers or {})
-    response = connection.getresponse()
-    answer = json.loads(response.read())
-    connection.close()
-    return response.status, answer
-
-
-def test_text_prompts_and_usage(server, local, tokenizer):
-    text = "Compute 2 + 3"
-    status, answer = ask(
-        server, "POST", "/v1/completions",
-        {"prompt": text, "max_tokens": 6, "temperature": 0, "logprobs": 2, "model": "tiny"},
-    )  # fmt: skip
-    ids = tokenizer.encode_text(text)
-    want = local.run([Request(ids, (0, 0), 6, temperature=0.0)])[0]
-    choice = answer["choices"][0]
-    assert status == 200 and choice["text"] == tokenizer.decode(want.ids)
-    assert "token_ids" not in choice
-    assert choice["logprobs"]["token_logprobs"] == pytest.approx(want.logps.tolist(), abs=1e-6)
-    assert all(1 <= len(top) <= 2 for top in choice["logprobs"]["top_logprobs"])
-    usage = answer["usage"]
-    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(ids), len(want.ids))
-
-
-def test_a_seed_fixes_the_draw(server):
-    def draw(seed):
-        body = {"prompt": [30, 31], "max_tokens": 12, "seed": seed, "return_token_ids": True}
-        return ask(server, "POST", "/v1/completions", body)[1]["choices"][0]["token_ids"]
-
-    assert draw(1) == draw(1)
-    assert len({tuple(draw(seed)) for seed in range(4)}) > 1
-
-
-def test_models_and_health(server):
-    assert ask(server, "GET", "/health") == (200, {"status": "ok"})
-    status, answer = ask(server, "GET", "/v1/models")
-    entry = answer["data"][0]
-    assert (status, entry["id"], entry["policy_version"]) == (200, "tiny", VERSION)
-
-
-@pytest.mark.parametrize(
-    "body, said",
-    [
-        (b"{", "must be a JSON object"),
-        (b'{"prompt": [1], "temperature": NaN}', "must be a JSON object"),
-        ({}, '"prompt" must be'),
-        ({"prompt": ""}, '"prompt" is empty'),
-        ({"prompt": [True]}, '"prompt" must be'),
-        ({"prompt": [5000]}, "5000"),
-        ({"prompt": [1], "max_tokens": 0}, '"max_tokens" must be'),
-        ({"prompt": [1] * 120}, "the limit is"),
-        ({"prompt": [1], "temperature": -1}, '"temperature" must be'),
-        ({"prompt": [1], "top_p": 0}, '"top_p" must be'),
-        ({"prompt": [1], "top_k": 1.5}, '"top_k" must be'),
-        ({"prompt": [1], "n": 2}, '"n": only 1'),
-        ({"prompt": [1], "stream": True}, '"stream": only false'),
-        ({"prompt": [1], "stop": [""]}, '"stop" must be'),
-        ({"prompt": [1], "stop": ["x"] * 65}, '"stop" can have at most 64'),
-        ({"prompt": [1], "stop": "x" * 1025}, "at most 1024 characters"),
-        ({"prompt": [1], "skip_special_tokens": 3}, '"skip_special_tokens" must be'),
-        ({"prompt": [1], "stop_token_ids": [9]}, '"stop_token_ids" can only'),
-        ({"prompt": [1], "srpo_key": [1]}, '"srpo_key" must be'),
-        ({"prompt": [1], "temprature": 0}, "did you mean `temperature`"),
-    ],
-)
-def test_bad_requests_are_400_in_one_line(server, body, said):
-    status, answer = ask(server, "POST", "/v1/completions", body)
-    assert status == 400
-    assert answer["error"]["type"] == "invalid_request_error"
-    assert said in answer["error"]["message"] and "\n" not in answer["error"]["message"]
-
-
-def test_other_refusals(server):
-    assert ask(server, "POST", "/v1/chat", {})[0] == 404
-    assert ask(server, "GET", "/")[0] == 404
-    status, answer = ask(server, "POST", "/v1/completions", {"prompt": [1], "model": "x"})
-    assert (status, answer["error"]["code"]) == (404, "model_not_found")
-    size = {"Content-Length": str(MAX_BODY + 1)}
-    assert ask(server, "POST", "/v1/completions", None, size)[0] == 413
-
-
-def test_an_engine_that_breaks_is_said_to_all(tokenizer):
-    class Broken:
-        idle, version, cache_tokens = True, 0, 8
-
-        def submit(self, request):
-            self.idle = False
-            return 0
-
-        def step(self):
-            raise RuntimeError("out of memory")
-
-    server = CompletionServer(Broken(), tokenizer, "tiny", port=0)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    for _ in range(2):
-        status, answer = ask(server, "POST", "/v1/completions", {"prompt": [1]})
-        assert status == 500 and "out of memory" in answer["error"]["message"]
-    assert ask(server, "GET", "/health")[0] == 500
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.mark.parametrize(
-    "option",
-    [("--slots", "0"), ("--cache-tokens", "0"), ("--port", "70000"), ("--tensor", "0")],
-)
-def test_bad_options_are_one_line(capsys, option):
-    with pytest.raises(SystemExit) as exit_:
-        serve.main([str(TINY), *option])
-    assert exit_.value.code == 2
-    assert f"{option[0]} must be" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        (("--replicas", "8"), "replicas 8 x tensor 1 does not make 4 devices"),
-        (("--tensor", "3"), "tensor 3 does not divide the model's 4 query heads"),
-    ],
-)
-def test_a_mesh_that_does_not_fit_is_one_line(capsys, options, said):
-    with pytest.raises(SystemExit) as exit_:
-        serve.main([str(TINY), *options, "--cache-tokens", "64"])
-    assert exit_.value.code == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_a_taken_port_is_one_line(server, capsys):
-    port = str(server.server_address[1])
-    with pytest.raises(SystemExit) as exit_:
-        serve.main([str(TINY), "--port", port, "--slots", "1", "--cache-tokens", "64"])
-    assert exit_.value.code == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
-
-
-def test_the_command_serves_and_ends_cleanly():
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "launch.serve", str(TINY), "--port", "0", "--slots", "1"]
-    command += ["--replicas", "2"]
-    env["JAX_NUM_CPU_DEVICES"] = "2"
-    with subprocess.Popen(
-        [*command, "--cache-tokens", "64", "--policy-version", "3"], env=env, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    ) as process:  # fmt: skip
-        try:
-            line = process.stdout.readline()
-            assert "2 slots of 64 tokens, POST http://127.0.0.1:" in line
-            url = line.split("POST ")[1].strip().removesuffix("/v1/completions")
-            engine = remote_of(url, model=str(TINY), version=3)
-            engine.check()
-            assert len(engine.run([new_request(max_tokens=4)])[0].ids) <= 4
-        finally:
-            process.terminate()  # a background job of a plain shell ignores SIGINT
-        assert process.wait(10) == 0
-        assert "Traceback" not in process.stderr.read()

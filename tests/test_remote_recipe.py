@@ -46,7 +46,7 @@ def serving(folder):
         stop_ids=tokenizer.stop_ids, slots=8, cache_tokens=102, burst=4,
         tokenizer=tokenizer, version=VERSION,
     )  # fmt: skip
-    server = CompletionServer(engine, tokenizer, "tiny", port=0)
+    server = CompletionServer(engine, tokenizer, "tiny")
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:

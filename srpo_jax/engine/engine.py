@@ -14,6 +14,7 @@ position.
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,13 @@ from srpo_jax.engine.layout import REPLICA, TENSOR, check_tensor, engine_mesh
 from srpo_jax.engine.pages import Node, PageStore
 from srpo_jax.engine.plan import Shapes, prefill_pages
 from srpo_jax.engine.replica import Replica, Running
-from srpo_jax.engine.requests import TOP_LOGPS, Completion, PromptTooLong, Request
+from srpo_jax.engine.requests import (
+    LEAST_TEMPERATURE,
+    TOP_LOGPS,
+    Completion,
+    PromptTooLong,
+    Request,
+)
 from srpo_jax.engine.stop_strings import StopStrings, TextDecoder
 
 
@@ -73,6 +80,7 @@ class Engine:
         check_tensor(config, tensor)
         self.slots = slots * replicas
         self.cache_tokens = cache_tokens
+        self.dtype = jnp.dtype(dtype)
         self.stats: collections.Counter[str] = collections.Counter()
         self._stop_ids = frozenset(int(i) for i in stop_ids)
         self._tokenizer = tokenizer
@@ -146,21 +154,32 @@ class Engine:
         Raises PromptTooLong (length and limit), or ValueError for an id that the model does not
         embed and for settings that make no sense.
         """
+        if request.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {request.max_tokens}")
         length, room = len(request.prompt_ids), self.cache_tokens - request.max_tokens
         if not 0 < length <= room:
             raise PromptTooLong(
                 f"prompt has {length} tokens; the limit is {room} "
                 f"({self.cache_tokens} cache tokens less {request.max_tokens} for the response)"
             )
-        if request.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {request.max_tokens}")
         if request.stop_strings and self._tokenizer is None:
             raise ValueError("stop_strings need an engine with a tokenizer")
         if not 0 <= request.top_logps <= min(TOP_LOGPS, self._embedded):
             raise ValueError(f"top_logps is {request.top_logps}, the most is {TOP_LOGPS}")
-        top = max(request.prompt_ids)
-        if top >= self._embedded or min(request.prompt_ids) < 0:
-            raise ValueError(f"prompt id {top} is not among the {self._embedded} embedded ids")
+        low, top = min(request.prompt_ids), max(request.prompt_ids)
+        if low < 0 or top >= self._embedded:
+            wrong = low if low < 0 else top
+            raise ValueError(f"prompt id {wrong} is not among the {self._embedded} embedded ids")
+        if request.temperature and not LEAST_TEMPERATURE <= request.temperature < math.inf:
+            raise ValueError(
+                f"temperature is {request.temperature:g}, want 0 or a number from "
+                f"{LEAST_TEMPERATURE:g} on"
+            )
+        if not (0 <= request.top_p <= 1 and request.top_k >= 0):
+            raise ValueError(
+                f"want top_p from 0 to 1 and top_k from 0 on, got {request.top_p} and "
+                f"{request.top_k}"
+            )
         uid = self._uids
         self._uids += 1
         stops = StopStrings(request.stop_strings, self._tokenizer) if request.stop_strings else None

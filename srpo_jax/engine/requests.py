@@ -42,6 +42,7 @@ class Request:
     top_logps: int = 0
 
 
+LEAST_TEMPERATURE = 1e-6  # but for 0: logits over less overflow
 TOP_LOGPS = 20  # the most that a request can ask for: one program serves every number
 
 
