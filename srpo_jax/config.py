@@ -175,7 +175,8 @@ class AdvantageSection(Section):
 
 
 class OptimizerConfig(Section):
-    """``lr`` is the peak rate, ``warmup_steps`` optimiser steps of linear warm-up from 0.
+    """``lr`` is the peak rate; over ``warmup_steps`` optimiser steps it rises in equal parts, from
+    ``lr / warmup_steps`` at the first to ``lr`` at the last.
 
     A schedule ends at ``min_lr_ratio * lr``. ``muon``: the layers' matrices by Muon, all else by
     AdamW, at the same ``lr``. ``moment_dtype`` holds for every moment.
@@ -199,6 +200,8 @@ class OptimizerConfig(Section):
     def _min_lr(self) -> OptimizerConfig:
         if self.min_lr_ratio and self.schedule == "constant":
             raise ValueError("min_lr_ratio needs `schedule: cosine` or `linear`")
+        if self.muon_momentum != 0.95 and self.name != "muon":
+            raise ValueError("muon_momentum needs `name: muon`")
         return self
 
 
@@ -303,9 +306,24 @@ class Recipe(Section):
                 f"learner.updates_per_batch is {self.learner.updates_per_batch}, more than the "
                 f"{episodes} episodes of a step"
             )
+        if self.rollout.truncated == "penalise" and not self.advantage.invalid_penalty:
+            raise ValueError(
+                "rollout.truncated is penalise, but advantage.invalid_penalty is 0: no penalty"
+            )
+        updates, warmup = self.total_updates, self.optimizer.warmup_steps
+        if updates and warmup > 1 and warmup >= updates:
+            raise ValueError(
+                f"optimizer.warmup_steps is {warmup}, but the run has {updates} optimiser steps in "
+                "all (trainer.steps x learner.updates_per_batch x learner.epochs)"
+            )
         if self.evaluation.every and not self.tasks.eval:
             raise ValueError("evaluation.every needs at least one benchmark under tasks.eval")
         return self
+
+    @property
+    def total_updates(self) -> int:
+        """Optimiser steps of the whole run, if none is skipped."""
+        return self.trainer.steps * self.learner.updates_per_batch * self.learner.epochs
 
     @property
     def folder(self) -> Path:
@@ -344,8 +362,9 @@ class Recipe(Section):
         return None
 
     def objective_config(self) -> ObjectiveConfig:
-        """The preset's objective with the recipe's changes. Raises RecipeError on a conflict."""
-        from srpo_jax.objective import ObjectiveConfig
+        """The preset's objective with the recipe's changes. Raises RecipeError on a conflict, be it
+        with the number of updates of a batch."""
+        from srpo_jax.objective_config import ObjectiveConfig
 
         name, changes = self.objective.preset, self.objective.overrides()
         try:
@@ -353,9 +372,26 @@ class Recipe(Section):
             if config.loss_reduction == "constant_length" and "length" not in changes:
                 changes["length"] = self.rollout.response_tokens
                 config = ObjectiveConfig.preset(name, **changes)
+            self._check_objective(config, changes)
         except ValueError as error:
             raise RecipeError(f"objective: {error}") from None
         return config
+
+    def _check_objective(self, config: ObjectiveConfig, changes: dict[str, Any]) -> None:
+        """Raises ValueError for a change that cannot act, though its value may be the default."""
+        updates = self.learner.updates_per_batch * self.learner.epochs
+        if config.ratio_unit == "none" and updates > 1:
+            raise ValueError(
+                f"{self.objective.preset!r} with ratio_unit 'none' takes one update of a batch: "
+                f"after it the policy is another one than sampled; here it takes {updates} "
+                "(learner.updates_per_batch x learner.epochs)"
+            )
+        if config.ratio_unit == "none" and changes.keys() & {"clip_low", "clip_high"}:
+            raise ValueError("a clip bounds a ratio; ratio_unit 'none' has none: leave it out")
+        if "kl_estimator" in changes and not config.kl_coef:
+            raise ValueError("kl_estimator acts with kl_coef, which is 0: leave it out")
+        if "length" in changes and config.loss_reduction != "constant_length":
+            raise ValueError("length acts with loss_reduction 'constant_length': leave it out")
 
     def advantage_config(self) -> AdvantageConfig:
         """The preset's advantage estimator with the recipe's changes. Raises RecipeError."""
@@ -365,9 +401,12 @@ class Recipe(Section):
         if "group" in changes:
             changes["group"] = tuple(changes["group"])
         try:
-            return AdvantageConfig.preset(self.objective.preset, **changes)
+            config = AdvantageConfig.preset(self.objective.preset, **changes)
+            if "std" in changes and config.scale == "none":
+                raise ValueError("std acts with scale 'std', not with 'none': leave it out")
         except ValueError as error:
             raise RecipeError(f"advantage: {error}") from None
+        return config
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

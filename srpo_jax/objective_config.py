@@ -84,8 +84,9 @@ class ObjectiveConfig:
     clip_low, clip_high   the ratio is clipped to [1 - clip_low, 1 + clip_high]
     dual_clip       None, or the bound c > 1 of the ratio where the advantage is negative
     kl_coef, kl_estimator  weight of the KL to a reference, averaged over the generated tokens:
-                    with d = log q_cur - log q_ref, k1 = d (a value to watch: its gradient is
-                    that of the log-prob), k2 = d^2 / 2, k3 = exp(-d) + d - 1
+                    with d = log q_cur - log q_ref, k1 = d (a value to watch, refused with kl_coef:
+                    its gradient is that of the log-prob, of mean zero), k2 = d^2 / 2,
+                    k3 = exp(-d) + d - 1
     entropy_coef    weight of the entropy bonus, averaged over the generated tokens
     sampler_cap     None, or the cap of truncated importance sampling: every surrogate is weighted
                     by min(q_old / q_sampler, cap), the ratio taken over the same unit (for SRPO the
@@ -150,6 +151,15 @@ class ObjectiveConfig:
             raise ValueError("dual_clip bounds a ratio; ratio_unit 'none' has none: leave it off")
         if self.dual_clip is not None and not self.dual_clip > 1.0:
             raise ValueError(f"dual_clip must be more than 1, got {self.dual_clip}")
+        if unit == "none" and (self.clip_low, self.clip_high) != (0.2, 0.2):
+            raise ValueError(
+                "clip_low and clip_high bound a ratio; ratio_unit 'none' has none: leave them out"
+            )
+        if self.kl_coef and self.kl_estimator == "k1":
+            raise ValueError(
+                "kl_estimator 'k1' is no penalty: the mean of its gradient is zero whatever the "
+                "reference; with kl_coef take 'k3' or 'k2'"
+            )
         if self.sampler_cap is not None and not self.sampler_cap > 0.0:
             raise ValueError(f"sampler_cap must be more than 0, got {self.sampler_cap}")
         for name in ("kl_coef", "entropy_coef"):

@@ -375,3 +375,57 @@ def test_presets_of_built_in_workflows():
 
 def test_the_dump_is_plain_yaml():
     assert json.loads(json.dumps(recipe().model_dump())) == parse_yaml(recipe().dump(), "dump")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["optimizer.warmup_steps=12", "learner.epochs=4"],
+            "optimizer.warmup_steps is 12, but the run has 12 optimiser steps in all",
+        ),
+        (
+            ["optimizer.warmup_steps=100", "optimizer.schedule=cosine"],
+            "optimizer.warmup_steps is 100, but the run has 3 optimiser steps in all",
+        ),
+        (
+            ["rollout.truncated=penalise", "advantage.invalid_penalty=0.0"],
+            "rollout.truncated is penalise, but advantage.invalid_penalty is 0",
+        ),
+        (
+            ["objective.preset=rloo", "learner.updates_per_batch=2"],
+            "objective: 'rloo' with ratio_unit 'none' takes one update of a batch",
+        ),
+        (["objective.preset=magrpo", "learner.epochs=3"], "here it takes 3 (learner.updates"),
+        (["objective.preset=reinforce", "objective.clip_eps=0.2"], "objective: a clip bounds a"),
+        (["objective.preset=magrpo", "objective.clip_high=0.3"], "bound a ratio; ratio_unit"),
+        (["objective.preset=magrpo", "objective.dual_clip=3.0"], "dual_clip bounds a ratio"),
+        (
+            ["objective.kl_coef=0.1", "objective.kl_estimator=k1"],
+            "objective: kl_estimator 'k1' is no penalty",
+        ),
+        (["objective.kl_estimator=k2"], "objective: kl_estimator acts with kl_coef, which is 0"),
+        (["objective.length=4096"], "objective: length acts with loss_reduction"),
+        (["objective.preset=dr_grpo", "advantage.std=sample"], "advantage: std acts with scale"),
+        (["optimizer.muon_momentum=0.9"], "optimizer: muon_momentum needs `name: muon`"),
+    ],
+)
+def test_settings_that_cannot_act_together_are_refused(overrides, message):
+    assert message in refusal(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["optimizer.warmup_steps=11", "learner.epochs=4"],
+        ["optimizer.warmup_steps=1", "trainer.steps=1"],
+        ["optimizer.warmup_steps=5", "trainer.steps=0"],
+        ["rollout.truncated=penalise"],
+        ["objective.preset=magrpo"],
+        ["objective.kl_coef=0.1", "objective.kl_estimator=k2"],
+        ["objective.preset=grpo", "advantage.scale=none"],
+    ],
+)
+def test_settings_that_do_act_together_are_taken_and_load_back(overrides):
+    read = recipe(*overrides)
+    assert parse_recipe(parse_yaml(read.dump(), "saved")) == read

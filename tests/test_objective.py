@@ -299,7 +299,6 @@ def test_dual_clip_bounds_the_ratio_of_negative_advantages():
 @pytest.mark.parametrize(
     "estimator, value, slope, slope_at_0",
     [
-        ("k1", 0.5, 1.0, 1.0),
         ("k2", 0.125, 0.5, 0.0),
         ("k3", np.exp(-0.5) - 0.5, 1 - np.exp(-0.5), 0.0),
     ],
@@ -315,6 +314,14 @@ def test_kl_is_averaged_over_generated_tokens(estimator, value, slope, slope_at_
     np.testing.assert_allclose(grad, 0.1 / 3 * slopes, rtol=1e-5, atol=1e-8)
     divided = run(**args, reference_logp=reference, num_tokens=6, config=config)[0]
     np.testing.assert_allclose(divided, 0.1 * value / 6, rtol=1e-5)
+
+
+def test_the_k1_estimator_is_a_value_to_watch_and_no_penalty():
+    args = rows_of(np.zeros((1, 2)), advantages=[0.0])
+    reference = np.array([[-0.5, 0.25]], np.float32)
+    config = ObjectiveConfig(kl_estimator="k1")
+    loss, grad, metrics = run(**args, reference_logp=reference, config=config)
+    assert float(loss) == 0 and not grad.any() and float(metrics.kl) == 0.125
 
 
 def test_entropy_bonus_lowers_the_loss_and_has_its_own_gradient():
@@ -455,6 +462,9 @@ def test_missing_arguments_are_named():
         ({"ratio_unit": "none", "dual_clip": 3.0}, "dual_clip"),
         ({"kl_coef": float("nan")}, "kl_coef"),
         ({"kl_estimator": "k4"}, "kl_estimator"),
+        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "'k1' is no penalty"),
+        ({"ratio_unit": "none", "clip_low": 0.1}, "bound a ratio"),
+        ({"ratio_unit": "none", "clip_high": 0.3}, "bound a ratio"),
     ],
 )
 def test_combinations_that_make_no_sense_are_refused(switches, hint):
