@@ -76,7 +76,7 @@ def abstract_update(recipe: Recipe, architecture: Architecture, mesh: Mesh) -> A
     S, T, shards = recipe.learner.micro_batch_rows, sequence_length(recipe), batch_shards(mesh)
     config = architecture.config
     settings = learner_settings(recipe, architecture.tokenizer_ids)
-    optimizer = make_optimizer(recipe.optimizer, recipe.trainer.steps)
+    optimizer = make_optimizer(recipe.optimizer, recipe.total_updates)
     graphdef, params = abstract_model(config, jnp.dtype(recipe.model.param_dtype))
     where = state_shardings(mesh, params, optimizer)
     wide = jnp.promote_types(settings.dtype, jnp.float32)
@@ -103,8 +103,8 @@ def abstract_update(recipe: Recipe, architecture: Architecture, mesh: Mesh) -> A
         jax.tree.map(
             lambda p: array(jnp.promote_types(p.dtype, float32), p.shape, p.sharding), state.params
         ),
-        array(wide),
-    )
+        array(wide), array(wide),
+    )  # fmt: skip
     tokens = TokenArrays(
         *map(per_token, (int32, int32, int32, jnp.bool_, float32, int32))
     )  # fmt: skip

@@ -117,38 +117,50 @@ class Learner:
         """One optimiser step for each of ``batches``, which were all sampled by the current policy.
 
         ``orders`` has one order of the batches for each epoch (None: one epoch, as given). With a
-        single step the current log-probs are the old ones (ratio 1) and scoring is skipped.
+        single step the current log-probs are the old ones (ratio 1) and scoring is skipped, unless
+        its gradient is not finite: then the step is taken again without the events whose log-probs
+        are not. A step whose gradient is not finite, or in which no event has an advantage (nor a
+        KL or entropy term acts), changes nothing, the schedule included.
+
         Returns a dict of metrics for each step; the per-event arrays are host numpy. ``by_role``
         adds the gradient norm of each role to the first step's, one backward pass for each.
         """
         steps = [i for order in orders or [range(len(batches))] for i in order]
         config = self.objective
         # Where the log-probs' own values enter the loss they are needed even on policy.
-        own_values = (
-            config.kl_coef or config.entropy_coef or config.sampler_cap
-            or config.ratio_unit == "none"
-        )  # fmt: skip
+        own_values = config.kl_coef or config.entropy_coef or config.sampler_cap
         old = [None] * len(batches)
         if len(steps) > 1 or own_values:
             old = [self.score(batch) for batch in batches]
+        references = [self._reference_logp(batch) for batch in batches]
         reports = []
         for n, i in enumerate(steps):
-            batch = batches[i]
+            batch, roles = batches[i], by_role and n == 0
             current = old[i] if n == 0 or old[i] is None else self.score(batch)
-            reports.append(self._step(batch, current, old[i], by_role and n == 0))
+            report = self._step(batch, current, old[i], references[i], roles)
+            if current is None and not np.isfinite(report["grad_norm"]):
+                # Nothing was changed. Scores say which events are to blame: the others are trained.
+                scores = self.score(batch)
+                report = self._step(batch, scores, scores, references[i], roles)
+            reports.append(report)
             on_step()
         return [self._fetch(report) for report in reports]
 
     def gradient(
-        self, batch: EventBatch, current: TokenScores | None = None, old: TokenScores | None = None
+        self,
+        batch: EventBatch,
+        current: TokenScores | None = None,
+        old: TokenScores | None = None,
+        reference: jax.Array | None = None,
     ) -> tuple[Accumulated, ObjectiveMetrics, jax.Array]:
         """The gradient of the loss over a whole batch, the objective's metrics, and the number of
         events that were dropped because a log-prob of theirs is not finite.
 
         ``current``, ``old``: from ``score``; None means the policy that sampled the batch.
+        ``reference``: the log-probs of the KL term's reference; None: scored here, where needed.
         """
         tokens, events = self._place(batch)
-        weights, metrics, dropped = self._weigh(batch, tokens, events, current, old)
+        weights, metrics, dropped = self._weigh(batch, tokens, events, current, old, reference)
         sums = self._run(
             self._programs.accumulate,
             self.state.params,
@@ -159,11 +171,15 @@ class Learner:
         return sums, metrics, dropped
 
     def role_norms(
-        self, batch: EventBatch, current: TokenScores | None = None, old: TokenScores | None = None
+        self,
+        batch: EventBatch,
+        current: TokenScores | None = None,
+        old: TokenScores | None = None,
+        reference: jax.Array | None = None,
     ) -> dict[str, jax.Array]:
         """The norm of each role's own part of the gradient; the parts add up to the gradient."""
         tokens, events = self._place(batch)
-        weights, _, _ = self._weigh(batch, tokens, events, current, old)
+        weights, _, _ = self._weigh(batch, tokens, events, current, old, reference)
         role_of_token = np.append(batch.row_role, len(batch.roles))[batch.token_row]
         norms = {}
         for index, role in enumerate(batch.roles):
@@ -179,39 +195,74 @@ class Learner:
             norms[role] = optax.tree.norm(sums.grads)
         return norms
 
-    def _weigh(self, batch, tokens, events, current, old):
+    def _reference_logp(self, batch):
+        return None if self.reference is None else self.score(batch, self.reference).logp
+
+    def _weigh(self, batch, tokens, events, current, old, reference):
         if current is None:
             zeros = jax.device_put(
                 np.zeros(batch.tokens.shape, self._dtype), self._shardings.tokens
             )
             current = TokenScores(zeros, zeros)
-        reference = None if self.reference is None else self.score(batch, self.reference).logp
+        if reference is None:
+            reference = self._reference_logp(batch)
         old_logp = current.logp if old is None else old.logp
         return self._run(self._programs.weigh, current, old_logp, reference, tokens, events)
 
-    def _step(self, batch, current, old, by_role):
-        norms = self.role_norms(batch, current, old) if by_role else {}
-        sums, metrics, dropped = self.gradient(batch, current, old)
-        self.state, norm, good = self._run(
-            self._programs.apply, self.state, sums, metrics.num_events
-        )
+    def _step(self, batch, current, old, reference, by_role):
+        norms = self.role_norms(batch, current, old, reference) if by_role else {}
+        sums, metrics, dropped = self.gradient(batch, current, old, reference)
+        config = self.objective
+        # A KL or entropy term acts on events without an advantage too.
+        terms = config.kl_coef or config.entropy_coef
+        live = metrics.num_events if terms else metrics.live_events
+        self.state, norm, good = self._run(self._programs.apply, self.state, sums, live)
         return {
             "objective": metrics,
             "grad_norm": norm,
             "role_norms": norms,
             "applied": good,
-            "sampler_gap": sums.gap_sum / max(batch.num_tokens, 1),
             "nonfinite_events": dropped,
             "event_size": batch.event_size,
             "event_tokens": batch.event_tokens,
             "row_event": batch.row_event,
-        }
+            "skipped": batch.skipped,
+            "gap_sum": sums.gap_sum,
+            # Without scores a loss that is linear in the log-probs is known only now.
+            "linear_loss": (
+                sums.weighted_logp if current is None and config.ratio_unit == "none"
+                else None
+            ),
+        }  # fmt: skip
 
-    @staticmethod
-    def _fetch(report):
+    def _fetch(self, report):
+        """The report on the host, flat."""
         report = jax.device_get(report)
-        flat = {k: v for k, v in report.items() if k != "objective"}
-        return flat | dict(report["objective"]._asdict())
+        config, metrics = self.objective, report.pop("objective")
+        skipped = report.pop("skipped")
+        level = ("event", "member", "token").index(config.level)
+        scored_tokens = int(metrics.num_tokens) - skipped[2]
+        linear_loss, gap_sum = report.pop("linear_loss"), report.pop("gap_sum")
+        if linear_loss is not None:
+            metrics = metrics._replace(loss=linear_loss, surrogate=-linear_loss)
+        figures = metrics._asdict()
+        for name, is_on in (
+            ("kl", config.kl_coef),
+            ("entropy", config.entropy_coef),
+            ("sampler_weight_mean", config.sampler_cap),
+            ("sampler_truncated", config.sampler_cap),
+        ):
+            if not is_on:
+                del figures[name]
+        return (
+            report
+            | figures
+            | {
+                "scored_units": int(metrics.num_units) - skipped[level],
+                "scored_tokens": scored_tokens,
+                "sampler_gap": gap_sum / scored_tokens if scored_tokens else np.nan,
+            }
+        )
 
     def _place(self, batch: EventBatch) -> tuple[TokenArrays, EventArrays]:
         """The batch's arrays on the mesh."""

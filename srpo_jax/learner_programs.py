@@ -19,9 +19,9 @@ from models.backward import add_gradients
 from models.partition import Placement, tree_shardings
 from models.qwen import REMAT_POLICIES, Forward
 from srpo_jax.logprob import TokenScores, Vocabulary, token_gradients, token_scores
-from srpo_jax.objective import setwise_objective
+from srpo_jax.objective import ObjectiveMetrics, setwise_objective
 from srpo_jax.objective_config import ObjectiveConfig
-from srpo_jax.optimizer import opt_state_shardings
+from srpo_jax.optimizer import apply_by_leaf, opt_state_shardings
 from srpo_jax.sharding import batch_sharding, replicated
 
 
@@ -93,6 +93,7 @@ class Accumulated(NamedTuple):
 
     grads: dict
     gap_sum: jax.Array  # sum of |learner - sampler| log-prob over generated tokens
+    weighted_logp: jax.Array  # sum of (d loss / d log-prob) * log-prob over them
 
 
 class Programs(NamedTuple):
@@ -102,7 +103,7 @@ class Programs(NamedTuple):
     weigh(scores, old_logp, reference_logp | None, tokens, events)
         -> (TokenWeights, ObjectiveMetrics, number of events dropped as not finite)
     accumulate(params, tokens, weights, used) -> Accumulated
-    apply(state, sums, num_events) -> (state, gradient norm, applied); ``state`` is donated
+    apply(state, sums, live_events) -> (state, gradient norm, applied); ``state`` is donated
     """
 
     score: Any
@@ -172,13 +173,14 @@ def build_programs(
                     vocabulary,
                 )  # fmt: skip
                 gap = jnp.abs(scores.logp - micro.sampler_logp)
-                return d_hidden, d_head, jnp.where(micro.loss_mask, gap, 0.0).sum()
+                gap = jnp.where(micro.loss_mask, gap, 0.0).sum()
+                return d_hidden, d_head, (gap, (w.logp * scores.logp).sum())
 
-            grads, gap = add_gradients(
+            grads, (gap, weighted) = add_gradients(
                 graphdef, params, sums.grads, micro.tokens, micro.positions, micro.segment_ids,
                 vocabulary_stage, forward,
             )  # fmt: skip
-            return Accumulated(grads, sums.gap_sum + gap)
+            return Accumulated(grads, sums.gap_sum + gap, sums.weighted_logp + weighted)
 
         wide = jnp.promote_types(settings.dtype, jnp.float32)
         zeros = Accumulated(
@@ -186,7 +188,7 @@ def build_programs(
                 lambda p, s: jax.lax.with_sharding_constraint(_zeros_at_least_float32(p), s),
                 params, shardings.state.params,
             ),
-            jnp.zeros((), wide),
+            jnp.zeros((), wide), jnp.zeros((), wide),
         )  # fmt: skip
         return jax.lax.fori_loop(0, used, one, zeros)
 
@@ -212,24 +214,23 @@ def build_programs(
             )  # fmt: skip
 
         (w_logp, w_entropy), metrics = jax.grad(loss_of, argnums=(0, 1), has_aux=True)(*scores)
-        metrics = metrics._replace(
-            num_events=metrics.num_events + skipped_events,
-            num_tokens=metrics.num_tokens + skipped_tokens,
-        )
+        metrics = _with_skipped(metrics, objective.level, events.skipped)
         dropped = jnp.sum(~finite & (events.event_size > 0))
         return TokenWeights(w_logp, w_entropy, keep), metrics, dropped
 
-    def apply(state: TrainState, sums: Accumulated, num_events):
+    def apply(state: TrainState, sums: Accumulated, live_events):
         norm = optax.tree.norm(sums.grads)
-        # A step without events must not move parameters through momentum or decay either.
-        good = jnp.isfinite(norm) & (num_events > 0)
-        moves, opt_state = optimizer.update(sums.grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, moves)
-        new = TrainState(params, opt_state, state.updates + 1)
-        return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, state), norm, good
+        # Without any, momentum and decay alone would move the parameters.
+        good = jnp.isfinite(norm) & (live_events > 0)
+
+        params, opt_state = apply_by_leaf(
+            optimizer, sums.grads, norm, state.opt_state, state.params,
+            step=state.updates, good=good,
+        )  # fmt: skip
+        return TrainState(params, opt_state, state.updates + good), norm, good
 
     tokens, whole, params = shardings.tokens, shardings.whole, shardings.state.params
-    sums = Accumulated(params, whole)
+    sums = Accumulated(params, whole, whole)
     return Programs(
         score=jax.jit(
             score, in_shardings=(params, tokens, whole), out_shardings=TokenScores(tokens, tokens)
@@ -243,6 +244,28 @@ def build_programs(
             out_shardings=(shardings.state, whole, whole), donate_argnums=0,
         ),
     )  # fmt: skip
+
+
+def _with_skipped(metrics: ObjectiveMetrics, level: str, skipped: jax.Array) -> ObjectiveMetrics:
+    """The metrics of the whole mini-batch, where ``skipped`` has the events, members and tokens
+    that were left out for their zero advantage. Such a unit is not clipped. Its ratio is not known:
+    means of ratios, and the KL between the policies, stay those of what was computed."""
+    events, members, tokens = skipped
+    units = metrics.num_units + {"event": events, "member": members, "token": tokens}[level]
+    num_events = metrics.num_events + events
+
+    def over(total, count):
+        return total / jnp.maximum(count, 1)
+
+    size = metrics.mean_k * metrics.num_events + members
+    return metrics._replace(
+        num_events=num_events,
+        num_tokens=metrics.num_tokens + tokens,
+        num_units=units,
+        clip_fraction=over(metrics.clip_fraction * metrics.num_units, units),
+        zero_advantage_fraction=over(num_events - metrics.live_events, num_events),
+        mean_k=over(size, num_events),
+    )
 
 
 def _no_scores(tokens: TokenArrays, dtype: Any) -> TokenScores:

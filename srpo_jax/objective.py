@@ -38,6 +38,8 @@ class ObjectiveMetrics(NamedTuple):
     zero_advantage_fraction: jax.Array  # of events
     num_events: jax.Array  # int32, complete events of this call
     num_tokens: jax.Array  # int32, their generated tokens
+    num_units: jax.Array  # int32
+    live_events: jax.Array  # int32, events with an advantage other than 0
     clamped_events: jax.Array  # int32, events with a unit beyond MAX_LOG_RATIO
     mean_k: jax.Array
     log_ratio: jax.Array  # [E] event log-ratio L_e; 0 where the event is not complete
@@ -182,6 +184,7 @@ def setwise_objective(
 
     num_units = jnp.sum(valid, dtype=jnp.int32)
     some = num_units > 0
+    live_events = jnp.sum(event_adv != 0, dtype=jnp.int32)
     clamped = valid & (jnp.abs(log_ratio) > MAX_LOG_RATIO)
     ratio_sum = jnp.sum(jnp.where(valid, ratio, 0))
     count = batch.count
@@ -195,11 +198,11 @@ def setwise_objective(
         ratio_max=jnp.where(some, jnp.max(ratio, initial=0, where=valid), 1),
         clip_fraction=_ratio(jnp.sum(clipped), num_units, dtype),
         approx_kl=_ratio(jnp.sum(_kl(-gap, "k3")), count.tokens, dtype),
-        zero_advantage_fraction=_ratio(
-            jnp.sum(batch.valid & (event_adv == 0)), count.events, dtype
-        ),
+        zero_advantage_fraction=_ratio(count.events - live_events, count.events, dtype),
         num_events=count.events,
         num_tokens=count.tokens,
+        num_units=num_units,
+        live_events=live_events,
         clamped_events=jnp.sum(batch.any_of_event(clamped, level), dtype=jnp.int32),
         mean_k=_ratio(count.members, count.events, dtype),
         log_ratio=event_log_ratio,

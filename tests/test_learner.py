@@ -241,6 +241,37 @@ def test_an_event_with_nonfinite_log_probs_is_dropped_and_the_others_are_trained
     assert relative_error(sums.grads, want.grads) < 1e-5
 
 
+def test_a_single_update_with_a_nonfinite_event_is_taken_again_without_it(monkeypatch):
+    """The others are trained as if it had not been there; a batch that is sound costs nothing."""
+    optimizer = make_optimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1), 10)
+    learner = make_learner(tiny_model(tie_embeddings=False), optimizer=optimizer)
+    params = learner.params
+    embedding = params["embed"]["embedding"].at[63].set(NAN)
+    set_params(learner, {**params, "embed": {"embedding": embedding}})
+    state = host(learner.state)
+    events, advantages = events_of(), advantages_of(events_of())
+    first = events[2].members[0]
+    poisoned = replace(first, prompt_ids=[63, *first.prompt_ids[1:]])
+    ill = replace(events[2], members=(poisoned, *events[2].members[1:]))
+
+    scored, score = [], learner.score
+    monkeypatch.setattr(learner, "score", lambda *args: (scored.append(args), score(*args))[1])
+    (report,) = learner.update([batch_of([*events[:2], ill, *events[3:]], advantages)])
+    assert len(scored) == 1
+    assert report["applied"] and int(report["nonfinite_events"]) == 1
+    assert int(report["num_events"]) == 4 and np.isfinite(report["grad_norm"])
+    assert np.isfinite(report["sampler_gap"])
+    got, updates = host(learner.params), int(learner.state.updates)
+    learner.state = jax.device_put(state)
+    (want,) = learner.update(
+        [batch_of([*events[:2], *events[3:]], [*advantages[:2], *advantages[3:]])]
+    )
+    assert len(scored) == 1 and updates == int(learner.state.updates) == 1
+    assert float(report["grad_norm"]) == pytest.approx(float(want["grad_norm"]), rel=1e-5)
+    finite = [jax.tree.map(lambda x: np.nan_to_num(x), t) for t in (got, host(learner.params))]
+    assert relative_error(*finite) < 1e-5
+
+
 # ---- devices -------------------------------------------------------------------------------------
 
 MESHES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1), (1, 4, 1), (1, 2, 2)]
@@ -333,15 +364,36 @@ def test_a_single_batch_skips_scoring_and_equals_the_scored_update(preset, monke
 @pytest.mark.parametrize(
     ("preset", "changes"), [("magrpo", {}), ("srpo", {"entropy_coef": 0.5})], ids=str
 )
-def test_a_single_batch_is_scored_where_the_loss_needs_the_values(preset, changes):
+def test_a_single_batch_is_scored_where_the_gradient_needs_the_values(preset, changes, monkeypatch):
     learner = fresh_learner(preset, **changes)
     graphdef, params = split_params(learner.model())
     batch = batch_of(rows=4)
     old = plain_scores(graphdef, params, batch)[0]
     loss, grads = one_autograd(graphdef, params, batch, learner.objective, old)
+    scored, score = [], learner.score
+    monkeypatch.setattr(learner, "score", lambda *args: (scored.append(args), score(*args))[1])
     (report,) = learner.update([batch])
+    # Without a ratio the gradient needs no values, and the loss is known from the update itself.
+    assert len(scored) == (preset != "magrpo")
     assert float(report["loss"]) == pytest.approx(float(loss), rel=1e-4)
+    if preset == "magrpo":
+        assert float(report["surrogate"]) == -float(report["loss"])
     assert float(report["grad_norm"]) == pytest.approx(norm(grads), rel=1e-4)
+
+
+def test_the_kl_reference_is_scored_once_for_each_batch(monkeypatch):
+    learner = fresh_learner(kl_coef=0.1)
+    scored, score = [], learner.score
+
+    def counting(batch, params=None):
+        scored.extend([batch] * (params is learner.reference))
+        return score(batch, params)
+
+    monkeypatch.setattr(learner, "score", counting)
+    batches = [batch_of(rows=4), batch_of(events_of((2, 1, 3), 7), rows=4)]
+    reports = learner.update(batches, orders=[[0, 1], [1, 0]], by_role=True)
+    assert [id(batch) for batch in scored] == [id(batch) for batch in batches]
+    assert float(reports[0]["kl"]) == 0.0 and float(reports[3]["kl"]) > 0
 
 
 def test_the_first_update_has_a_gradient_though_every_ratio_is_one():
@@ -465,6 +517,7 @@ def test_public_case_s10_a_useless_step_is_skipped_bit_for_bit(kind):
     assert not report["applied"] and bit_equal(learner.state, before)
     assert int(learner.state.updates) == 1
     if kind == "empty":
+        assert np.isnan(report.pop("sampler_gap"))  # a mean over no token
         scalars = [v for v in report.values() if np.ndim(v) == 0 and not isinstance(v, dict)]
         assert np.isfinite(np.asarray(scalars, float)).all()
         assert float(report["loss"]) == 0.0 and float(report["grad_norm"]) == 0.0

@@ -10,7 +10,9 @@ import pytest
 
 from models.qwen import REMAT_POLICIES
 from srpo_jax.batch import ShapeMemory, build_batch
+from srpo_jax.config import OptimizerConfig
 from srpo_jax.objective import ObjectiveConfig
+from srpo_jax.optimizer import make_optimizer
 from srpo_jax.sharding import make_mesh
 from tests.learner_cases import (
     advantages_of,
@@ -98,8 +100,10 @@ def with_zeros(advantages):
 @pytest.mark.parametrize("preset", ["srpo", "srpo_token_reduced", "grpo", "dr_grpo", "magrpo"])
 def test_events_without_an_advantage_are_counted_but_not_computed(preset):
     events = events_of()
-    advantages = with_zeros(advantages_of(events))
-    learner = make_learner(objective=ObjectiveConfig.preset(preset))
+    # With a narrow clip and positive advantages what became likelier is clipped.
+    advantages = with_zeros([np.abs(a) for a in advantages_of(events)])
+    clip = {} if preset == "magrpo" else {"clip_low": 1e-3, "clip_high": 1e-3}
+    learner = make_learner(objective=ObjectiveConfig.preset(preset, **clip))
     old = off_policy(learner)
     whole, part = (
         build_batch(events, advantages, micro_batch_rows=1, max_tokens=64, skip_zero_advantage=skip)
@@ -115,24 +119,31 @@ def test_events_without_an_advantage_are_counted_but_not_computed(preset):
     assert float(part_metrics.loss) == pytest.approx(float(metrics.loss), rel=1e-5)
     assert int(part_metrics.num_events) == 5
     assert int(part_metrics.num_tokens) == int(metrics.num_tokens)
+    # Off policy some units are clipped: they are a share of all units, computed or not.
+    for name in ("num_units", "clip_fraction", "zero_advantage_fraction", "mean_k"):
+        assert float(getattr(part_metrics, name)) == pytest.approx(
+            float(getattr(metrics, name)), rel=1e-5
+        ), name
+    if learner.objective.ratio_unit != "none":
+        assert 0 < float(metrics.clip_fraction) < 1
 
 
-def test_a_batch_without_any_advantage_still_takes_its_step():
-    """As it would if it were computed: momentum and decay act, the gradient is zero."""
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_batch_without_any_advantage_is_skipped_bit_for_bit(skip):
+    """Its gradient is zero: momentum and decay would move the parameters all by themselves."""
     events = events_of()
-    zeros = [np.zeros(e.expected) for e in events]
-    states = []
-    for skip in (False, True):
-        learner = make_learner()
-        learner.update([batch_of()])
-        batch = build_batch(
-            events, zeros, micro_batch_rows=4, max_tokens=64, skip_zero_advantage=skip
-        )
-        (report,) = learner.update([batch])
-        assert report["applied"] and report["grad_norm"] == 0 and report["num_events"] == 5
-        states.append(host(learner.state))
-    assert batch.used_micro_batches == 0 and batch.num_tokens == 0
-    assert bit_equal(*states)
+    optimizer = make_optimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1), 10)
+    learner = make_learner(optimizer=optimizer)
+    learner.update([batch_of()])
+    before = host(learner.state)
+    batch = build_batch(
+        events, [np.zeros(e.expected) for e in events], micro_batch_rows=4, max_tokens=64,
+        skip_zero_advantage=skip,
+    )  # fmt: skip
+    (report,) = learner.update([batch])
+    assert not report["applied"] and report["grad_norm"] == 0 and report["num_events"] == 5
+    assert bit_equal(learner.state, before)
+    assert learner.update([batch_of()])[0]["applied"]
 
 
 # ---- several epochs ------------------------------------------------------------------------------
@@ -150,7 +161,7 @@ def test_epochs_go_through_the_whole_batch_again_with_the_first_log_probs_as_old
     for i in (0, 1, 1, 0):
         current = by_hand.score(batches[i])
         sums, metrics, _ = by_hand.gradient(batches[i], current, old[i])
-        by_hand.state, *_ = by_hand._programs.apply(by_hand.state, sums, metrics.num_events)
+        by_hand.state, *_ = by_hand._programs.apply(by_hand.state, sums, metrics.live_events)
     assert relative_error(learner.params, by_hand.params) < 1e-6
     assert np.abs(reports[3]["log_ratio"][:3]).min() > 1e-3
 
@@ -242,7 +253,9 @@ def test_nothing_is_compiled_after_the_warm_up_over_50_varying_updates():
 
     def batch(sizes, seed):
         events = events_of(sizes, seed)
-        advantages = [a * rng.integers(0, 2) for a in advantages_of(events, seed)]
+        # One event at least is computed: an update without any is skipped.
+        drawn = enumerate(advantages_of(events, seed))
+        advantages = [a * (rng.integers(0, 2) if i else 1) for i, a in drawn]
         return build_batch(
             events, advantages, micro_batch_rows=2, max_tokens=64, sequence_tokens=32,
             skip_zero_advantage=True, shapes=shapes,
