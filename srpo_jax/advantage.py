@@ -179,7 +179,7 @@ def row_advantages(
     complete = [row for row, event in zip(rows, events, strict=True) if event.complete]
     zero = sum(not np.any(row) for row in complete)
     return rows, {
-        "zero_advantage_fraction": zero / len(complete) if complete else 0.0,
+        "zero_advantage_fraction": zero / len(complete) if complete else float("nan"),
         **_group_statistics(units),
     }
 

@@ -93,9 +93,9 @@ class EventBatch:
 
     @property
     def fill(self) -> float:
-        """Real tokens over the token places that are computed."""
+        """Real tokens over the token places that are computed; NaN where none is."""
         places = self.used_micro_batches * self.tokens[0].size
-        return float(np.count_nonzero(self.segment_ids)) / max(places, 1)
+        return float(np.count_nonzero(self.segment_ids)) / places if places else float("nan")
 
 
 def build_batch(

@@ -132,7 +132,9 @@ class RunProgress:
         self._timed += 1
         self._stepped, self._done = now, done
         figures = [
-            f"{label} {metrics[name]:.3f}" for label, name in _SHOWN.items() if name in metrics
+            f"{label} {metrics[name]:.3f}"
+            for label, name in _SHOWN.items()
+            if metrics.get(name) is not None
         ]
         figures += [
             f"{label} {metrics[name]:.1f} s" for label, name in _SECONDS.items() if name in metrics

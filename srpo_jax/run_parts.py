@@ -54,7 +54,8 @@ class Parts:
     stream: TaskStream | None = None
     needs_gate: bool = True
     grad_norms: list[float] = field(default_factory=list)
-    nonfinite: int = 0
+    nonfinite: int = 0  # updates in a row that were skipped
+    dropping: int = 0  # and those that went without some of their events
     shapes: ShapeMemory = field(default_factory=ShapeMemory)
     export_dtype: Any = None
 
@@ -66,15 +67,25 @@ class Parts:
         return self.learner.compile_count() + self.engine.compile_count()
 
     def count_nonfinite(self, reports: Sequence[dict[str, Any]]) -> None:
-        """Raises NonFiniteGradients once too many updates in a row were skipped."""
+        """Raises NonFiniteGradients once too many updates in a row were skipped for a gradient that
+        is not finite, or went without events whose log-probs are not."""
+        limit = self.recipe.learner.max_nonfinite
         for report in reports:
-            bad = not np.isfinite(report["grad_norm"]) or report["nonfinite_events"] > 0
-            self.nonfinite = self.nonfinite + 1 if bad else 0
-            if self.nonfinite > self.recipe.learner.max_nonfinite:
+            skipped = not np.isfinite(report["grad_norm"])
+            self.nonfinite = self.nonfinite + 1 if skipped else 0
+            dropped = int(report["nonfinite_events"])
+            self.dropping = self.dropping + 1 if dropped else 0
+            if self.nonfinite > limit:
                 raise NonFiniteGradients(
-                    f"{self.nonfinite} updates in a row had non-finite log-probs or gradients "
-                    f"(learner.max_nonfinite is {self.recipe.learner.max_nonfinite}); "
-                    "the parameters are those before them"
+                    f"{self.nonfinite} updates in a row had gradients that are not finite "
+                    f"(learner.max_nonfinite is {limit}): all were skipped, and the parameters are "
+                    "those before them"
+                )
+            if self.dropping > limit:
+                raise NonFiniteGradients(
+                    f"{self.dropping} updates in a row dropped events whose log-probs are "
+                    f"not finite, the last {dropped} (learner.max_nonfinite is {limit}); the other "
+                    "events were trained"
                 )
 
     def export(self, folder: Path) -> None:
@@ -143,9 +154,8 @@ def build_parts(
     learner = None
     if train:
         begin("building learner")
-        updates = recipe.trainer.steps * recipe.learner.updates_per_batch * recipe.learner.epochs
         learner = Learner(
-            model, make_optimizer(recipe.optimizer, updates),
+            model, make_optimizer(recipe.optimizer, recipe.total_updates),
             mesh=mesh, settings=learner_settings(recipe, tokenizer.vocab_size),
         )  # fmt: skip
     begin("building engine")  # after the learner, whose memory is not free

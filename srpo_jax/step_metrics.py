@@ -1,6 +1,7 @@
 """The figures of one training step, from its episodes and its updates.
 
-Everything but ``time/*`` is a function of the seed: a resumed run repeats it bit for bit.
+Everything but ``time/*`` is a function of the seed: a resumed run repeats it bit for bit. A mean of
+nothing is NaN, never 0, and is logged as null; a value that is not finite leaves the others' mean.
 """
 
 from __future__ import annotations
@@ -22,22 +23,30 @@ CV_WINDOW = 20  # steps over which the gradient norm's coefficient of variation 
 def rollout_metrics(
     results: Sequence[EpisodeResult], complete: Sequence[Event], dropped: Sequence[Event]
 ) -> dict[str, float]:
-    """Team score, shape of the events, lengths, invalid actions, costs, and what was dropped."""
+    """Team score, shape of the events, lengths, invalid actions, costs, and what was dropped.
+
+    All but the counts of ``complete`` and ``dropped`` events is of the episodes as they ended,
+    before ``rollout.truncated`` drops an event or calls it malformed: what training leaves out
+    would leave its lengths and its cuts out of sight.
+    """
     episodes = [r.episode for r in results if r.episode is not None]
-    members = [m for event in complete for m in event.members]
+    scored = [e for e in episodes if np.isfinite(e.reward)]
+    events = [event for episode in episodes for event in episode.events]
+    members = [m for event in events for m in event.members]
     metrics: dict[str, float] = {
-        "reward/mean": _mean([e.reward for e in episodes]),
-        "reward/correct": _mean([e.correct for e in episodes]),
+        "reward/mean": _mean([e.reward for e in scored]),
+        "reward/correct": _mean([e.correct for e in scored]),
         "episodes/total": float(len(results)),
         "episodes/failed": float(sum(r.failed for r in results)),
+        "episodes/unscored": float(len(episodes) - len(scored)),
         "episodes/grade_errors": float(sum(r.failure == UNDECIDED for r in results)),
         "events/complete": float(len(complete)),
-        "events/complete_rate": len(complete) / max(len(complete) + len(dropped), 1),
-        "events/mean_k": _mean([event.k for event in complete]),
+        "events/complete_rate": _mean([True] * len(complete) + [False] * len(dropped)),
+        "events/mean_k": _mean([event.k for event in events]),
         "response/length": _mean([len(m.response_ids) for m in members]),
         "prompt/length": _mean([len(m.prompt_ids) for m in members]),
     }
-    for k, n in sorted(collections.Counter(event.k for event in complete).items()):
+    for k, n in sorted(collections.Counter(event.k for event in events).items()):
         metrics[f"events/k_{k}"] = float(n)
     for cause, n in sorted(count_failures(results).items()):
         metrics[f"episodes/failed_{cause}"] = float(n)
@@ -83,8 +92,7 @@ def row_metrics(
         "rows/draft": sum(len(call.outputs) for call in drafts),
         "rows/failed": sum(len(r.team.members) for r in results if r.episode is None),
     }
-    if batches:
-        metrics["update/fill"] = _mean([batch.fill for batch in batches])
+    metrics["update/fill"] = _mean([batch.fill for batch in batches])
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -93,38 +101,54 @@ def update_metrics(
 ) -> dict[str, float]:
     """Loss, ratios, clipping and gradient norms over the optimiser steps of one batch.
 
+    Figures of several mini-batches are weighted by what they are a mean of: events, units of the
+    ratio, or tokens. Events without an advantage count as unclipped; where they were not computed,
+    ratios and the KL between the policies are those of the others.
+
+    ``past_norms``: ``update/grad_norm`` of the steps before, where it is a number: the coefficient
+    of variation is that of one value for each training step, the mean over its applied updates.
     A batch without a complete event makes no step: that counts as a skipped one.
     """
     if not reports:
-        return {"update/skipped": 1.0}
+        return {
+            "update/skipped": 1.0, "update/skipped_nonfinite": 0.0, "update/grad_norm": np.nan,
+        }  # fmt: skip
 
     def values(name):
         return [float(r[name]) for r in reports]
 
-    norms = [n for n in values("grad_norm") if np.isfinite(n)]
-    window = [*past_norms, *norms][-CV_WINDOW:]
+    def mean(name, per):
+        return _mean(values(name), values(per))
+
+    computed = [r for r in reports if r["scored_units"]]
+    norm = _mean([float(r["grad_norm"]) for r in reports if r["applied"]])
+    window = [n for n in (*past_norms, norm) if np.isfinite(n)][-CV_WINDOW:]
     metrics = {
-        "update/loss": _mean(values("loss")),
-        "update/surrogate": _mean(values("surrogate")),
-        "update/ratio_mean": _mean(values("ratio_mean")),
-        "update/ratio_min": min(values("ratio_min")),
-        "update/ratio_max": max(values("ratio_max")),
-        "update/clip_fraction": _mean(values("clip_fraction")),
+        "update/loss": mean("loss", "num_events"),
+        "update/surrogate": mean("surrogate", "num_events"),
+        "update/ratio_mean": mean("ratio_mean", "scored_units"),
+        "update/ratio_min": min((float(r["ratio_min"]) for r in computed), default=np.nan),
+        "update/ratio_max": max((float(r["ratio_max"]) for r in computed), default=np.nan),
+        "update/clip_fraction": mean("clip_fraction", "num_units"),
         "update/clamped_events": sum(values("clamped_events")),
-        "update/approx_kl": _mean(values("approx_kl")),
-        "update/kl": _mean(values("kl")),
-        "update/grad_norm": _mean(norms),
-        "update/grad_norm_cv": float(np.std(window) / np.mean(window)) if np.any(window) else 0.0,
+        "update/approx_kl": mean("approx_kl", "scored_tokens"),
+        "update/grad_norm": norm,
+        "update/grad_norm_cv": (
+            float(np.std(window) / np.mean(window)) if len(window) > 1 else np.nan
+        ),
         "update/nonfinite_events": sum(values("nonfinite_events")),
         "update/skipped": float(sum(not r["applied"] for r in reports)),
-        # Of the first step alone: for the later ones the policy has moved since it sampled.
-        "policy/sampler_gap": values("sampler_gap")[0],
+        "update/skipped_nonfinite": float(sum(not np.isfinite(n) for n in values("grad_norm"))),
+        # Of the first step that computes any: for those after it the policy has moved.
+        "policy/sampler_gap": next((float(r["sampler_gap"]) for r in computed), np.nan),
     }
+    if "kl" in reports[0]:
+        metrics["update/kl"] = mean("kl", "num_tokens")
     for role, value in reports[0]["role_norms"].items():
         metrics[f"update/grad_norm_{role}"] = float(value)
-    if values("sampler_truncated")[0] or values("sampler_weight_mean")[0] != 1.0:
-        metrics["update/sampler_weight"] = _mean(values("sampler_weight_mean"))
-        metrics["update/sampler_truncated"] = _mean(values("sampler_truncated"))
+    if "sampler_weight_mean" in reports[0]:
+        metrics["update/sampler_weight"] = mean("sampler_weight_mean", "scored_units")
+        metrics["update/sampler_truncated"] = mean("sampler_truncated", "scored_units")
     if len(reports) > 1:  # the first step's ratios are all 1
         last = reports[-1]
         metrics |= update_diagnostics(
@@ -137,5 +161,11 @@ def update_metrics(
     return metrics
 
 
-def _mean(values: Sequence[Any]) -> float:
-    return float(np.mean(np.asarray(values, np.float64))) if len(values) else 0.0
+def _mean(values: Sequence[Any], weights: Sequence[float] | None = None) -> float:
+    """The mean of the finite values; NaN where there is none, or none that weighs anything."""
+    values = np.asarray(values, np.float64)
+    weights = np.ones(len(values)) if weights is None else np.asarray(weights, np.float64)
+    weights = np.where(np.isfinite(values), weights, 0)
+    if not weights.any():
+        return float("nan")
+    return float(np.average(np.where(weights > 0, values, 0), weights=weights))

@@ -21,6 +21,7 @@ from srpo_jax.events import split_complete
 from srpo_jax.files import write_json
 from srpo_jax.metrics import EpisodeWriter, MetricLogger, plain_row, write_verdicts
 from srpo_jax.minibatches import apply_truncation, epoch_orders, split_minibatches
+from srpo_jax.optimizer import last_rate
 from srpo_jax.progress import RunProgress
 from srpo_jax.rollout import EpisodePlan, EpisodeResult
 from srpo_jax.run_evaluation import check_failures, evaluate, evaluation_metrics
@@ -98,6 +99,7 @@ class Training:
             self.parts.shapes = ShapeMemory(**meta.get("shapes", {}))
             self.parts.grad_norms = meta.get("grad_norms", [])
             self.parts.nonfinite = meta.get("nonfinite", 0)
+            self.parts.dropping = meta.get("dropping", 0)
             self.logger.truncate_to(self.done if self.unlogged is None else self.done - 1)
             self.writer.truncate_to(self.done)
             self.parts.sync()
@@ -196,6 +198,7 @@ class Training:
             "shapes": asdict(self.parts.shapes),
             "grad_norms": self.parts.grad_norms,
             "nonfinite": self.parts.nonfinite,
+            "dropping": self.parts.dropping,
         }
 
 
@@ -236,16 +239,20 @@ def update_step(
     orders = epoch_orders(recipe, step, len(batches))
     every = recipe.learner.role_norms_every
     with progress.phase("update", sum(map(len, orders)), "optimiser steps") as advance:
-        if batches and parts.needs_gate:
-            parts.learner.check_gate(batches[0])
+        live = next((batch for batch in batches if batch.num_tokens), None)
+        if live is not None and parts.needs_gate:
+            parts.learner.check_gate(live)
             progress.note("gate: scored the first batch twice, L_e = 0 exactly")
             parts.needs_gate = False
         reports = parts.learner.update(
             batches, orders=orders, on_step=advance, by_role=bool(every) and step % every == 0
         )
         metrics |= update_metrics(reports, parts.grad_norms)
-    norm = metrics.get("update/grad_norm")
-    if norm is not None and np.isfinite(norm):
+    metrics["update/lr"] = last_rate(
+        recipe.optimizer, recipe.total_updates, int(parts.learner.state.updates)
+    )
+    norm = metrics["update/grad_norm"]
+    if np.isfinite(norm):
         parts.grad_norms = [*parts.grad_norms, norm][-CV_WINDOW:]
     parts.count_nonfinite(reports)
     parts.sync()

@@ -64,6 +64,8 @@ def test_killed_in_step_3_of_6_and_run_again(tmp_path):
     content = recipe_content(tmp_path)
     content["reward"] = str(tmp_path / "reward.py:reward")
     content["trainer"] |= {"steps": 6, "checkpoint_every": 2}
+    # The place in a schedule is that of the updates before the checkpoint, not of the process.
+    content["optimizer"] |= {"schedule": "cosine", "warmup_steps": 3}
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "recipe.yaml").write_text(dump_yaml(content))
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
@@ -81,5 +83,7 @@ def test_killed_in_step_3_of_6_and_run_again(tmp_path):
     assert left_behind(resumed) == left
     assert [row["step"] for row in left["metrics"]] == list(range(7))
     assert all(row["update/grad_norm"] > 0 for row in left["metrics"] if row["step"])
+    rates = [row["update/lr"] for row in left["metrics"] if row["step"]]
+    assert rates[0] < rates[1] > rates[2] > rates[3] > rates[4] > rates[5] > 0
     assert list(left["episodes"]) == [1, 2, 3, 4, 5, 6]
     assert left["weights"] != (tmp_path / "checkpoint/model.safetensors").read_bytes()

@@ -23,13 +23,14 @@ from models.qwen import split_params
 from srpo_jax import run_parts, trainer
 from srpo_jax.batch import build_batch
 from srpo_jax.events import split_complete
+from srpo_jax.learner import Learner
 from srpo_jax.metrics import episode_steps, read_episodes, read_metrics
 from srpo_jax.minibatches import apply_truncation, split_minibatches
 from srpo_jax.run_evaluation import TrainingFailed, evaluate_recipe
 from srpo_jax.step_metrics import row_metrics
 from srpo_jax.stopping import Stopped, StopRequest
 from srpo_jax.yaml_reading import RecipeError
-from tests.learner_cases import advantages_of, bit_equal, events_of, one_device
+from tests.learner_cases import advantages_of, bit_equal, events_of, host, one_device
 from tests.run_cases import (
     EVAL_EPISODES,
     GROUP,
@@ -175,7 +176,10 @@ def test_three_steps_of_the_math_workflow_end_to_end(tmp_path):
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     for row in rows[1:]:
         assert row.keys() >= KEYS, KEYS - row.keys()
-        assert all(value is not None and np.isfinite(value) for value in row.values())
+        # One value has no variation; the rest are numbers.
+        expected = {"update/grad_norm_cv"} if row["step"] == 1 else set()
+        assert {name for name, value in row.items() if value is None} == expected
+        assert row["update/lr"] == np.float32(recipe.optimizer.lr)  # after a warm-up of one update
         assert row["episodes/total"] == EPISODES and row["episodes/failed"] == 0
         assert row["events/k_2"] == EPISODES  # one proposal by two solvers in each episode
         assert row["events/complete_rate"] == 1.0 and row["update/skipped"] == 0
@@ -264,7 +268,8 @@ def test_a_users_workflow_and_reward_are_passed_in_python(tmp_path):
     row = read_metrics(tmp_path / "run")[-1]
     assert row["reward/mean"] == 0.25 and row["events/mean_k"] == 2.0
     assert (row["events/k_3"], row["events/k_1"]) == (EPISODES, EPISODES)
-    assert row["advantage/zero_advantage_fraction"] == 1.0 and row["update/grad_norm"] == 0.0
+    assert row["advantage/zero_advantage_fraction"] == 1.0 and row["update/skipped"] == 1
+    assert row["update/grad_norm"] is None and row["update/lr"] is None
     assert len(workflow.seen) == EPISODES + 2 * EVAL_EPISODES
 
     def reward(task, outcome):
@@ -301,7 +306,8 @@ def test_public_case_s10_a_step_without_complete_events_moves_nothing_and_is_cou
     for row in read_metrics(tmp_path / "run"):
         assert row["events/complete"] == 0 and row["events/complete_rate"] == 0
         assert row["update/skipped"] == 1
-        assert all(value is not None for value in row.values())
+        assert row["truncated/solver"] == 1 and row["response/length"] == 1
+        assert row["update/grad_norm"] is None
     start = params_of(tmp_path / "checkpoint")
     assert bit_equal(params_of(tmp_path / "run" / "model"), start)
 
@@ -332,6 +338,45 @@ def test_too_many_failed_episodes_end_the_run_and_it_can_go_on(tmp_path, monkeyp
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
     assert run(recipe, reward=noisy_reward) == trainer.DONE
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_steps_without_any_advantage_move_nothing_and_the_gate_waits_for_one_with(
+    tmp_path, monkeypatch
+):
+    """Rewards differ in step 2 alone. Momentum and decay would move the parameters in step 3, and
+    a gate on step 1, where nothing is computed, would prove nothing."""
+    recipe = tiny_recipe(
+        tmp_path,
+        "evaluation.every=0",
+        "advantage.invalid_penalty=0.0",
+        "optimizer.weight_decay=0.1",
+    )
+    asked, gated, weights = [], [], []
+
+    def reward(task, outcome):
+        asked.append(1)
+        return noisy_reward(task, outcome) if (len(asked) - 1) // EPISODES == 1 else 0.0
+
+    check_gate, sync = Learner.check_gate, run_parts.Parts.sync
+    monkeypatch.setattr(
+        Learner, "check_gate",
+        lambda self, batch: (gated.append((len(asked), batch.num_tokens)), check_gate(self, batch)),
+    )  # fmt: skip
+    monkeypatch.setattr(
+        run_parts.Parts, "sync",
+        lambda self: (weights.append(host(self.learner.params)), sync(self)),
+    )  # fmt: skip
+    assert run(recipe, reward=reward) == trainer.DONE
+    rows = read_metrics(tmp_path / "run")
+    assert [row["update/skipped"] for row in (rows[0], rows[2])] == [2, 2]
+    assert rows[1]["update/skipped"] < 2
+    assert [row["update/lr"] for row in rows] == [None, np.float32(0.01), np.float32(0.01)]
+    assert [row["update/grad_norm"] is None for row in rows] == [True, False, True]
+    assert [row["update/clip_fraction"] for row in (rows[0], rows[2])] == [0, 0]
+    assert rows[0]["update/ratio_mean"] is None and rows[0]["policy/sampler_gap"] is None
+    assert not bit_equal(weights[0], weights[1]) and bit_equal(weights[1], weights[2])
+    ((episodes, tokens),) = gated
+    assert episodes == 2 * EPISODES and tokens > 0
 
 
 def test_a_failed_episode_is_dropped_and_counted(tmp_path):
@@ -391,16 +436,24 @@ def test_decoding_in_bfloat16_shows_its_gap_and_is_corrected_by_event(tmp_path):
 
 def test_non_finite_gradients_end_the_run_past_their_limit(tmp_path):
     recipe = tiny_recipe(tmp_path, "learner.max_nonfinite=1")
-    parts = SimpleNamespace(recipe=recipe, nonfinite=0)
+    parts = SimpleNamespace(recipe=recipe, nonfinite=0, dropping=0)
 
     def report(norm, nonfinite_events=0):
         return {"grad_norm": np.float32(norm), "nonfinite_events": nonfinite_events}
 
+    def count(*reports):
+        run_parts.Parts.count_nonfinite(parts, reports)
+
     bad, dropped, good = report("nan"), report(1, nonfinite_events=2), report(1)
-    run_parts.Parts.count_nonfinite(parts, [bad, good, dropped])
-    run_parts.Parts.count_nonfinite(parts, [good, bad])
-    with pytest.raises(run_parts.NonFiniteGradients, match="2 updates in a row"):
-        run_parts.Parts.count_nonfinite(parts, [report("inf")])
+    count(bad, dropped, bad, good, dropped, good, bad)  # never two of a kind in a row
+    with pytest.raises(run_parts.NonFiniteGradients, match="2 updates in a row had gradients that"):
+        count(report("inf"))
+    count(good, dropped)
+    with pytest.raises(
+        run_parts.NonFiniteGradients,
+        match="2 updates in a row dropped events whose log-probs are not finite, the last 2",
+    ):
+        count(dropped)
 
 
 TO_STEP_2 = EVAL_EPISODES + 2 * EPISODES  # rewards until the end of the second step's rollout
