@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from srpo_jax.rollout import EpisodeResult
+from srpo_jax.rollout import EpisodeResult, episode_cost
 
 
 def episode_record(
@@ -56,5 +56,5 @@ def episode_record(
         "detail": result.detail,
         "events": events,
         "outcome": {"response": result.outcome.response} if result.outcome else None,
-        "cost": dict(episode.cost) if episode else {},
+        "cost": episode_cost(team),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from dataclasses import replace
@@ -21,6 +22,7 @@ from srpo_jax.engine import Engine, request_key
 from srpo_jax.rollout import Rollout, SamplingConfig, count_failures
 from srpo_jax.run_warnings import step_warnings
 from srpo_jax.step_metrics import rollout_metrics
+from srpo_jax.transcript import episode_record
 from srpo_jax.user_code import UserCodeError
 from tests.make_tiny_tokenizer import TINY
 from tests.rollout_cases import (
@@ -208,6 +210,15 @@ class TestFailures:
         clean = run(TwoTurns(), ["-", "x", "y"])[1:]
         assert [r.outcome.response for r in good] == [r.outcome.response for r in clean]
         assert engine.idle
+
+    def test_what_it_cost_is_recorded(self):
+        """The event of two and its draft were sampled before the failure."""
+        (result,) = run(Troubled(), ["fails"])
+        record = episode_record(result, 1, {})
+        assert (record["failure"], record["detail"]) == ("retrieval", "no index")
+        assert (record["reward"], record["outcome"]) == (None, None)
+        assert record["cost"]["calls"] == 2.0 and record["cost"]["tokens"] > 0
+        json.dumps(record)
 
     def test_counts_by_cause(self):
         config = replace(CONFIG, episode_seconds=0.3)
