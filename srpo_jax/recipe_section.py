@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from srpo_jax.server_url import server_url
+
 Dtype = Literal["float32", "bfloat16"]
 Count = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -23,6 +25,7 @@ def _local(path: str) -> str:
 
 
 LocalPath = Annotated[str, AfterValidator(_local)]
+ServerUrl = Annotated[str, AfterValidator(server_url)]
 
 
 class Section(BaseModel):

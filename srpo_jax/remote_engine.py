@@ -21,13 +21,13 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 
 from envs.workflow import EpisodeFailed
 from srpo_jax.engine.requests import Completion, Request
 from srpo_jax.engine.stop_strings import names_special
+from srpo_jax.server_url import split_server_url
 
 STEP_SECONDS = 0.005  # the longest that step waits: the rollout's other work goes on between steps
 CONNECT_SECONDS = 10.0
@@ -114,12 +114,10 @@ class RemoteEngine:
             )
         self.url = url.rstrip("/").removesuffix("/v1")
         try:
-            parts = urlsplit(self.url)
-            self._host, self._port = parts.hostname, parts.port
-        except ValueError:
-            self._host = None
-        if not self._host or parts.scheme not in ("http", "https"):
-            raise RemoteEngineError("remote_url", f"{url!r} is no URL such as http://host:8000")
+            parts = split_server_url(self.url)
+        except ValueError as error:
+            raise RemoteEngineError("remote_url", str(error)) from None
+        self._host, self._port = parts.hostname, parts.port
         self._https, self._path = parts.scheme == "https", parts.path
         self.model, self.version, self.slots = model, version, max_concurrent
         self.stats: collections.Counter[str] = collections.Counter()

@@ -15,6 +15,7 @@ from srpo_jax.recipe_section import (
     NonNegativeInt,
     Positive,
     Section,
+    ServerUrl,
 )
 
 
@@ -23,7 +24,7 @@ class RetrieverConfig(Section):
 
     kind: Literal["bm25", "http"] = "bm25"
     corpus: LocalPath | None = None
-    urls: list[str] = []
+    urls: list[ServerUrl] = []
     timeout: Positive = 10.0
     retries: NonNegativeInt = 3
 
@@ -59,7 +60,7 @@ class RemoteConfig(Section):
     variable that holds the server's key.
     """
 
-    url: str
+    url: ServerUrl
     model: str
     version: NonNegativeInt | None = None
     timeout: Positive = 600.0

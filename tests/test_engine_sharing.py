@@ -74,6 +74,17 @@ class TestSharing:
         assert engine.stats["prefill_tokens"] == 2 * 39
         assert bits(done) == bits(make_engine((*parts[:2], other), version=1).run([r])[0])
 
+    def test_six_requests_of_one_long_prompt_before_and_after_new_weights(self, parts):
+        engine, requests = make_engine(parts), members(prompt_of(90), 6, max_tokens=6)
+        before = engine.run(requests)
+        other = jax.tree.map(lambda a: a * 1.1, parts[2])
+        engine.set_weights(other, 1)
+        after = engine.run(requests)
+        assert engine.stats["prefill_tokens"] == 2 * 89
+        fresh = make_engine((*parts[:2], other), version=1).run(requests)
+        assert [bits(d) for d in after] == [bits(d) for d in fresh]
+        assert not {d.logps.tobytes() for d in before} & {d.logps.tobytes() for d in after}
+
     def test_requests_that_were_made_ready_are_prepared_again(self, parts):
         """Their prompts were computed under the old weights."""
         engine = make_engine(parts, slots=1)

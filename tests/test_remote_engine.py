@@ -206,7 +206,13 @@ def test_unreachable_port_after_all_tries():
     assert e.value.exit_code == 2
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "http://host:x"])
+NO_URLS = [
+    "nonsense", "127.0.0.1:8000", "ftp://host", "http://", "http://host:x", "http://host:99999",
+    "http://[::1", "http://a b:80", "http://host:80?x=1", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", NO_URLS)
 def test_a_url_that_is_none(url):
     with pytest.raises(RemoteEngineError, match="remote_url"):
         remote_of(url)

@@ -26,6 +26,7 @@ from srpo_jax.engine.layout import fewest_devices
 from srpo_jax.yaml_reading import RecipeError, dump_yaml
 from tests.learner_cases import one_device
 from tests.run_cases import EVAL_EPISODES, recipe_content, tiny_recipe
+from tests.test_remote_engine import NO_URLS
 
 VERSION = 4
 
@@ -190,6 +191,16 @@ def test_training_with_a_server_is_refused_before_anything_is_loaded(folder, ser
 def test_settings_of_a_local_engine_are_refused_beside_a_server(folder, server):
     with pytest.raises(RecipeError, match="`cache_tokens` is of an engine in this process"):
         tiny_recipe(folder, remote(server), "rollout.cache_tokens=4096")
+
+
+@pytest.mark.parametrize("url", NO_URLS)
+def test_what_is_no_url_is_refused_when_the_recipe_is_read(folder, url):
+    for override in (
+        f"rollout.remote={{url: '{url}', model: tiny}}",
+        f"retriever={{kind: http, urls: ['http://fine:80', '{url}']}}",
+    ):
+        with pytest.raises(RecipeError, match=r"url.*is no URL such as http://host:8000"):
+            tiny_recipe(folder, override)
 
 
 class TestMesh:

@@ -126,6 +126,14 @@ class TestRecords:
             assert sampling == (5, 0.3, 0.9, 7, ("END",))
 
 
+class TwoCallsAtOnce:
+    async def run(self, task, team):
+        state = State(task.prompt)
+        calls = [team.act(t, state, roles=["a"], render=render) for t in ("one", "two")]
+        (first,), (second,) = await asyncio.gather(*calls)
+        return Outcome(first.text + second.text, score=Score(1.0, True))
+
+
 class TestConcurrency:
     def test_all_episodes_wait_together(self):
         """Thirty episodes, three steps: the draft, the event of two, the event of one."""
@@ -151,16 +159,20 @@ class TestConcurrency:
         assert sorted(order) == ["slow", "x", "y"] and order[-1] == "slow"
         assert [r.plan.task.prompt for r in results] == prompts
 
-    def test_two_calls_of_one_episode_at_once(self):
-        class Both:
-            async def run(self, task, team):
-                state = State(task.prompt)
-                calls = [team.act(t, state, roles=["a"], render=render) for t in ("one", "two")]
-                (first,), (second,) = await asyncio.gather(*calls)
-                return Outcome(first.text + second.text, score=Score(1.0, True))
+    def test_rollouts_and_seeds_share_no_key(self):
+        """Two calls at once in each of eight rollouts: sixteen draws of their own."""
+        keys = []
+        for seed in (0, 1):
+            engine = FakeEngine()
+            plans = plans_of(["x"], key=(seed, 0, 0), rollouts=8)
+            Rollout(engine, Letters(), TwoCallsAtOnce()).run(plans, CONFIG)
+            keys.append({r.key for r in engine.requests})
+            assert len(engine.requests) == len(keys[-1]) == 16
+        assert not keys[0] & keys[1]
 
+    def test_two_calls_of_one_episode_at_once(self):
         engine = FakeEngine()
-        (result,) = run(Both(), ["x"], engine=engine)
+        (result,) = run(TwoCallsAtOnce(), ["x"], engine=engine)
         assert engine.together == [2]
         keys = {r.key for r in engine.requests}
         assert keys == {request_key(1, 0, 5, 0, 0, call, 0) for call in (0, 1)}

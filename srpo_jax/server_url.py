@@ -1,0 +1,26 @@
+"""Addresses of HTTP servers, as recipes and remote engines take them."""
+
+from __future__ import annotations
+
+from urllib.parse import SplitResult, urlsplit
+
+
+def split_server_url(url: str) -> SplitResult:
+    """The parts of a base address, host and scheme among them.
+
+    Raises ValueError for what is none.
+    """
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is no number below 65536, half an IPv6 address
+        known = False
+    if not known or parts.query or parts.fragment or not url.isprintable() or " " in url:
+        raise ValueError(f"{url!r} is no URL such as http://host:8000")
+    return parts
+
+
+def server_url(url: str) -> str:
+    """``url``, checked. Raises ValueError."""
+    split_server_url(url)
+    return url
