@@ -1,38 +1,105 @@
-"""Evaluates a recipe's model on its benchmarks: Avg@k, Pass@k, macro means and costs.
+"""Evaluates a model on benchmarks: Avg@k, Pass@k, macro means and costs.
 
-model.path=runs/NAME/model evaluates what a run has trained.
+What is evaluated is a recipe's model on its tasks.eval (keys of training may be missing; with
+model.path=runs/NAME/model what a run has trained), or --model on --tasks. Episodes and figures are
+kept in --out; launch.show prints the episodes.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from launch.cli import Parser, add_recipe_arguments, entry, output
-from srpo_jax.config import RecipeError, load_recipe
+from launch.cli import Parser, entry, output
+from srpo_jax.config import Recipe, RecipeError
 from srpo_jax.evaluation import BenchmarkResult, macro, macro_error
+from srpo_jax.recipe_files import read_with_base
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(
         "launch.evaluate",
         __doc__,
-        "python -m launch.evaluate configs/math_smollm2_cpu.yaml evaluation.samples=4",
+        "python -m launch.evaluate --model assets/tiny_team --tasks arithmetic",
     )
-    add_recipe_arguments(parser)
-    args = parser.parse_args(argv)
-    recipe = load_recipe(args.recipe, args.overrides)
-    if not recipe.tasks.eval:
-        raise RecipeError(f"{args.recipe}: tasks.eval names no benchmark")
-    from srpo_jax.run_evaluation import evaluate_recipe
+    parser.add_argument(
+        "recipe", nargs="*", default=[], metavar="RECIPE key.path=value",
+        help="recipe file, for instance configs/math_smollm2_cpu.yaml, and changes to it; with "
+        "--model changes alone",
+    )  # fmt: skip
+    parser.add_argument("--model", metavar="PATH", help="a Hugging Face folder or hub name")
+    parser.add_argument(
+        "--tasks", nargs="+", metavar="NAME_OR_FILE[:SIZE]",
+        help="with --model: benchmarks by name (arithmetic, factbook) or file, and how many tasks",
+    )  # fmt: skip
+    parser.add_argument(
+        "--workflow", help="with --model: math (default), search or my_team.py:MyWorkflow"
+    )
+    parser.add_argument("--samples", type=int, help="episodes of a task (with --model: 4)")
+    parser.add_argument("--out", metavar="FOLDER", help="default: runs/NAME_eval")
+    args = parser.parse_intermixed_args(argv)
+    if args.tasks:  # which takes all that follows it
+        args.recipe += [text for text in args.tasks if "=" in text]
+        args.tasks = [text for text in args.tasks if "=" not in text]
+    recipe = _from_model(args, parser) if args.model else _from_recipe(args, parser)
 
-    results = evaluate_recipe(recipe)
-    output().print(results_tables(results, title=recipe.name))
+    from srpo_jax.evaluation_run import evaluate_and_keep
+
+    results = evaluate_and_keep(recipe)
+    console = output()
+    console.print(results_tables(results, title=recipe.name))
+    console.print(Text(f"figures: {recipe.run_dir}/evaluation.json", overflow="fold"))
+    for number, name in enumerate(results):
+        step = f" --step {number}" if len(results) > 1 else ""
+        console.print(Text(f"episodes of {name}: python -m launch.show {recipe.run_dir}{step}"))
     return 0
+
+
+def _from_recipe(args: argparse.Namespace, parser: Parser) -> Recipe:
+    from srpo_jax.evaluation_run import evaluation_recipe
+
+    for name in ("tasks", "workflow"):
+        if getattr(args, name) is not None:
+            parser.error(f"--{name} belongs to --model; a recipe has a key for it")
+    if not args.recipe or "=" in args.recipe[0]:
+        parser.error("the following arguments are required: RECIPE or --model")
+    path, *overrides = args.recipe
+    return evaluation_recipe(
+        read_with_base(Path(path)), [*overrides, *_samples(args)],
+        where=path, folder=Path(path).parent, out=_out(args),
+    )  # fmt: skip
+
+
+def _from_model(args: argparse.Namespace, parser: Parser) -> Recipe:
+    from models.checkpoint_files import read_config
+    from models.hub import resolve_checkpoint
+    from srpo_jax.evaluation_run import evaluation_recipe, model_content
+
+    if not args.tasks:
+        parser.error("the following arguments are required: --tasks")
+    if args.recipe and "=" not in args.recipe[0]:
+        parser.error(f"{args.recipe[0]}: a recipe has a model of its own: leave out --model")
+    config = read_config(resolve_checkpoint(args.model, weights=False))
+    content = model_content(args.model, args.tasks, args.workflow or "math", 4, config.max_position)
+    return evaluation_recipe(
+        content, [*args.recipe, *_samples(args)], where="--model", out=_out(args)
+    )
+
+
+def _samples(args: argparse.Namespace) -> list[str]:
+    return [] if args.samples is None else [f"evaluation.samples={args.samples}"]
+
+
+def _out(args: argparse.Namespace) -> str | None:
+    if any(text.startswith("trainer.out=") for text in args.recipe):
+        raise RecipeError("trainer.out is a run's folder: give that of the evaluation with --out")
+    return args.out
 
 
 def results_tables(results: Mapping[str, BenchmarkResult], title: str = "") -> Group:

@@ -32,15 +32,15 @@ class RecipeTasks:
     benchmarks: dict[str, Sequence[Task]]
 
 
-def task_sets(recipe: Recipe, data_dir: Path = DATA_DIR) -> RecipeTasks:
-    """All task sets of a recipe. Raises DataError."""
+def task_sets(recipe: Recipe, data_dir: Path = DATA_DIR, *, train: bool = True) -> RecipeTasks:
+    """All task sets of a recipe, that for training only where ``train``. Raises DataError."""
     search = recipe.retriever is not None
 
     def find(spec: TaskSet, where: str, split: str) -> Sequence[Task]:
         return resolve(spec, where, recipe.folder, data_dir, split=split, search=search)
 
     return RecipeTasks(
-        find(recipe.tasks.train, "tasks.train", "train"),
+        find(recipe.tasks.train, "tasks.train", "train") if train else (),
         {
             name: find(spec, f"tasks.eval.{name}", "test")
             for name, spec in recipe.tasks.eval.items()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from envs.workflow import Task, Workflow
-from srpo_jax.config import Recipe
+from envs.workflow import Task
 from srpo_jax.evaluation import BenchmarkResult, EpisodeCost, macro
 from srpo_jax.progress import RunProgress
 from srpo_jax.rollout import UNDECIDED, EpisodePlan, EpisodeResult, episode_cost
-from srpo_jax.run_parts import Parts, build_parts
+from srpo_jax.run_parts import Parts
 
 
 class TrainingFailed(RuntimeError):
@@ -21,8 +19,13 @@ class TrainingFailed(RuntimeError):
     exit_code = 1
 
 
-def evaluate(parts: Parts, progress: RunProgress | None = None) -> dict[str, BenchmarkResult]:
+def evaluate(
+    parts: Parts,
+    progress: RunProgress | None = None,
+    keep: Callable[[str, Sequence[EpisodeResult]], object] = lambda name, episodes: None,
+) -> dict[str, BenchmarkResult]:
     """Every benchmark of the recipe, sampled with keys that depend on the evaluation seed alone.
+    ``keep`` gets the episodes of each as soon as they are done.
 
     Raises TrainingFailed where no episode of any benchmark was graded, with the first one's cause,
     and where a server fails more than rollout.max_failed_fraction of a benchmark.
@@ -40,6 +43,7 @@ def evaluate(parts: Parts, progress: RunProgress | None = None) -> dict[str, Ben
         ]
         with progress.phase(f"evaluate {name}", len(plans)) as advance:
             episodes = parts.rollout.run(plans, parts.eval_sampling, lambda _: advance())
+        keep(name, episodes)
         if parts.recipe.rollout.remote:  # what a server fails says nothing about the model
             check_failures(episodes, parts.recipe.rollout.max_failed_fraction)
         results[name] = benchmark_result(chosen, episodes, config.samples)
@@ -76,15 +80,6 @@ def _cost(result: EpisodeResult) -> EpisodeCost:
         events=sum(call.kind == "event" and bool(call.outputs) for call in result.team.calls),
         seconds=result.seconds,
     )
-
-
-def evaluate_recipe(
-    recipe: Recipe, workflow: Workflow | None = None, reward: Callable[..., Any] | None = None
-) -> dict[str, BenchmarkResult]:
-    """Evaluates the recipe's model without training it."""
-    parts = build_parts(recipe, workflow=workflow, reward=reward, train=False)
-    with RunProgress(0, 0, None) as progress:
-        return evaluate(parts, progress)
 
 
 def evaluation_metrics(results: Mapping[str, BenchmarkResult]) -> dict[str, float]:

@@ -125,7 +125,7 @@ def build_parts(
     begin("reading tasks")
     workflow = build_workflow(recipe) if workflow is None else check_workflow(workflow)
     reward = build_reward(recipe) if reward is None else check_reward(reward)
-    sets = task_sets(recipe)
+    sets = task_sets(recipe, train=train)
     rollout = recipe.rollout
     begin(f"loading model {recipe.model.path}")
     mesh = None if rollout.remote else make_mesh(**recipe.learner.mesh.model_dump())

@@ -75,6 +75,10 @@ def bare(folder, tmp_path):
     return bare
 
 
+def benchmark(recipe):
+    return run_evaluation.evaluate(run_parts.build_parts(recipe, train=False))
+
+
 def remote(server, **settings):
     settings = {"url": server.url, "model": "tiny", "version": VERSION} | settings
     return "rollout.remote=" + "{" + ", ".join(f"{k}: {v}" for k, v in settings.items()) + "}"
@@ -92,9 +96,9 @@ class TestEvaluation:
             return summary(tasks, episodes, samples)
 
         monkeypatch.setattr(run_evaluation, "benchmark_result", keep)
-        local = run_evaluation.evaluate_recipe(tiny_recipe(folder, "learner.mesh.data=1"))["sums"]
+        local = benchmark(tiny_recipe(folder, "learner.mesh.data=1"))["sums"]
         recipe = tiny_recipe(folder, f"model.path={bare}", remote(server))
-        there = run_evaluation.evaluate_recipe(recipe)["sums"]
+        there = benchmark(recipe)["sums"]
         assert (there.correct == local.correct).all() and there.failed == local.failed == 0
         assert [len(episodes) for episodes in seen] == [EVAL_EPISODES, EVAL_EPISODES]
         for mine, its in zip(*seen, strict=True):
@@ -168,14 +172,15 @@ class TestEvaluation:
 
 
 @pytest.fixture
-def run(folder, capsys):
+def run(folder, tmp_path, capsys):
     """launch.evaluate with overrides: its exit code and the line it says."""
     recipe = folder / "recipe.yaml"
     recipe.write_text(dump_yaml(recipe_content(folder)))
+    out = tmp_path / "evaluation"
 
     def command(*overrides):
         with pytest.raises(SystemExit) as ended:
-            entry(lambda: evaluate.main([str(recipe), *overrides]))
+            entry(lambda: evaluate.main([str(recipe), *overrides, "--out", str(out)]))
         lines = capsys.readouterr().err.strip().splitlines()
         return ended.value.code, lines[-1].removeprefix("error: ")
 

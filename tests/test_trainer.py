@@ -26,7 +26,8 @@ from srpo_jax.events import split_complete
 from srpo_jax.learner import Learner
 from srpo_jax.metrics import episode_steps, read_episodes, read_metrics
 from srpo_jax.minibatches import apply_truncation, split_minibatches
-from srpo_jax.run_evaluation import TrainingFailed, evaluate_recipe
+from srpo_jax.run_evaluation import TrainingFailed, evaluate
+from srpo_jax.run_parts import build_parts
 from srpo_jax.step_metrics import row_metrics
 from srpo_jax.stopping import Stopped, StopRequest
 from srpo_jax.yaml_reading import RecipeError
@@ -290,7 +291,7 @@ def test_a_users_workflow_and_reward_are_passed_in_python(tmp_path):
 
 
 def test_evaluation_alone_uses_the_built_in_grader(tmp_path):
-    (name, result), *more = evaluate_recipe(tiny_recipe(tmp_path)).items()
+    (name, result), *more = evaluate(build_parts(tiny_recipe(tmp_path), train=False)).items()
     assert (name, more) == ("sums", [])
     assert result.correct.shape == (2, 2) and result.failed == 0
     assert not (tmp_path / "run").exists()
