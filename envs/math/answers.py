@@ -100,6 +100,7 @@ _IDLE_PLUS = re.compile(r"(^|[=(\[{,] ?)\+")
 _THOUSANDS = re.compile(r"[0-9]{3}(?![0-9]).*", re.DOTALL)
 _LEADING_THOUSANDS = re.compile(r"(?:^|[^0-9.,])[0-9]{1,3}(?:,[0-9]{3})*$")
 _SPACED = re.compile(r"[,;]\s")
+_LETTERS = re.compile(r"[A-Za-z]{2,}")
 _DIGIT = re.compile(r"[0-9]")
 _TWO_LETTERS = re.compile(r"[A-Za-z]{2}")
 FLIP = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
@@ -260,20 +261,29 @@ def _set_builder(inner: str) -> Node | None:
     return None
 
 
+def is_word(node: Node) -> bool:
+    """Whether an answer is a word, in text or in letters side by side."""
+    return isinstance(node, Words) or (
+        isinstance(node, Value) and _LETTERS.fullmatch(node.latex) is not None
+    )
+
+
 def _relation(text: str) -> Node | None:
     """Assignments, equations and inequalities."""
     text = split_top(text, {r"\approx"})[0].strip()
-    pieces = split_top(text, {"<", ">", r"\le", r"\ge", r"\ne", "="}, keep=True)
+    pieces = split_top(text, {"<", ">", r"\le", r"\ge", r"\ne", "=", r"\equiv"}, keep=True)
     sides, ops = [piece.strip() for piece in pieces[::2]], pieces[1::2]
     if not ops or not all(sides):
         return None
     if set(ops) == {"="}:
         left, *steps, right = sides
         value = _read(right)
+        if is_word(value):
+            return value if VARIABLE.fullmatch(left) and not steps else Relation("=", left, right)
         if is_assigned(left) and not negates(left):
             if isinstance(value, Value):
                 return replace(value, name=left, steps=tuple(steps))
-            if not steps and (not isinstance(value, Words) or VARIABLE.fullmatch(left)):
+            if not steps:
                 return value
         return Relation("=", left, right, tuple(steps))
     if (interval := _interval(sides, ops)) is not None:
@@ -331,7 +341,7 @@ _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 _BASE = re.compile(r"([0-9][0-9A-Za-z]*)_(?:\{ ?(?:\\text\{)? ?(\w+) ?\}? ?\}|([0-9]))")
 _CLOCK = re.compile(r"([0-9]{1,2})\{?:\}?([0-9]{2}) ?(?:\\text\{)? ?([ap])\.? ?m\.? ?\}?")
 _BASE_NAMES = "two three four five six seven eight nine ten eleven twelve".split()
-_BASES = {name: str(i) for i, name in enumerate(_BASE_NAMES, 2)}
+_BASES = {name: str(i) for i, name in enumerate(_BASE_NAMES, 2)} | {"sixteen": "16"}
 
 
 def _value(text: str) -> Value | Words:
@@ -368,8 +378,9 @@ def _value(text: str) -> Value | Words:
     elif text.endswith(r"^\circ") and not _TRIGONOMETRIC.search(text):
         text, mark = text[: -len(r"^\circ")].strip(), "degree"
     if match := _BASE.fullmatch(text):
-        digits, base = match.group(1), (match.group(2) or match.group(3)).lower()
-        return Value(digits, name, mark, _BASES.get(base, base))
+        base = (match.group(2) or match.group(3)).lower()
+        if (base := _BASES.get(base, base)).isdigit():
+            return Value(match.group(1), name, mark, base)
     return Value(unwrap(text), name, mark)
 
 

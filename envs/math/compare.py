@@ -11,8 +11,19 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from envs.math.answers import FLIP, Bracket, Many, Matrix, Node, Relation, Value, Words, read
-from envs.math.latex import MAX_CHARACTERS, clean
+from envs.math.answers import (
+    FLIP,
+    Bracket,
+    Many,
+    Matrix,
+    Node,
+    Relation,
+    Value,
+    Words,
+    is_word,
+    read,
+)
+from envs.math.latex import MAX_CHARACTERS, clean, squeeze
 from envs.math.names import literal_call, names_quantity, unknowns
 from envs.math.numbers import LENGTH_LIMIT, Undecided, equal_numbers, plain_verdict
 
@@ -109,7 +120,7 @@ def same(answer: Node, gold: Node, equal: Equal) -> bool:
 def _states(answer: Relation, gold: Node, equal: Equal) -> bool:
     r"""Whether an equation gives the gold as a value: ``\cos x = 1/2`` gives 1/2, ``1+1 = 2`` 2."""
     right = read(answer.right)
-    if isinstance(right, Words) or not _same_steps(answer.steps, gold, equal):
+    if is_word(right) or not _same_steps(answer.steps, gold, equal):
         return False
     named = names_quantity(answer.left) or _same_steps((answer.left,), gold, equal, strict=True)
     return named and same(right, gold, equal)
@@ -206,6 +217,12 @@ def _same_relation(answer: Relation, gold: Relation, equal: Equal) -> bool:
         answer = Relation(gold.op, answer.right, answer.left)
     if answer.op != gold.op:
         return False
+    sides = [(answer.left, gold.left), (answer.right, gold.right)]
+    if gold.op == r"\equiv":
+        return all(squeeze(a) == squeeze(g) for a, g in sides)
+    read_sides = [(read(a), read(g)) for a, g in sides]
+    if any(isinstance(side, Bracket | Many) for pair in read_sides for side in pair):
+        return all(same(a, g, equal) for a, g in read_sides)
     # Proportional differences: left - right of one is a constant times that of the other. The
     # marker tells the worker so; a negative factor turns an inequality round.
     kind = "proportional" if gold.op in ("=", r"\ne") else "positive"

@@ -54,13 +54,22 @@ def values_at_points(
         if found >= _NEEDED and not needed:
             continue
         here = dict(zip(symbols, point, strict=True))
-        x, y = (decimal(value.subs(here).doit(), digits) for value in (a, b))
+        x, y = (_value_at(value, here, digits) for value in (a, b))
         if x is None or y is None or (real and not (x.is_real and y.is_real)):
             continue
         found += 1
         yield x, y
         if found >= _NEEDED and max(abs(x), abs(y)) > _HUGE:
             return
+
+
+def _value_at(
+    value: sympy.Expr, point: dict[sympy.Symbol, sympy.Rational], digits: int
+) -> sympy.Expr | None:
+    try:
+        return decimal(value.subs(point).doit(), digits)
+    except ValueError:  # sympy's way to say of n!! that it is not defined
+        return None
 
 
 def _points(
@@ -122,5 +131,5 @@ def _small_numbers(unknowns: int) -> Iterator[Point]:
 def _large_numbers(unknowns: int) -> Iterator[Point]:
     rng = random.Random(2)
     for scale in _SCALES[2:]:
-        for _ in range(4):
+        for _ in range(_SMALL):
             yield [sympy.Integer(rng.randint(scale // 10, scale)) for _ in range(unknowns)]

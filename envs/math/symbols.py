@@ -94,11 +94,28 @@ class _Converter(_Latex2Sympy):
         return value
 
     def convert_postfix(self, postfix):
-        value = super().convert_postfix(postfix)
+        exp = postfix.exp if hasattr(postfix, "exp") else postfix.exp_nofunc
+        value, bangs = self.convert_exp(exp()), 0
         for op in postfix.postfix_op():
-            if op.eval_at() or (op.transpose() and not getattr(value, "is_Matrix", False)):
+            if op.BANG():
+                bangs += 1
+            elif op.degree():
+                value = sympy.Mul(value, sympy.pi / 180)
+            elif op.transpose() and getattr(value, "is_Matrix", False):
+                value = value.T
+            else:
                 raise ValueError("an operation that would be dropped")
-        return value
+        if bangs > 2:
+            raise ValueError("a factorial that is none")
+        factorial = (None, sympy.factorial, sympy.factorial2)[bangs]
+        return factorial(value, evaluate=False) if factorial else value
+
+    def convert_func(self, func):
+        if func.FUNC_SQRT() and func.root:
+            value, root = self.convert_expr(func.base), self.convert_expr(func.root)
+            if root.is_Integer and root % 2 == 1 and not value.has(sympy.Symbol("i", real=True)):
+                return sympy.sign(value) * sympy.Abs(value) ** (1 / root)  # the real root
+        return super().convert_func(func)
 
     def convert_atom(self, atom):
         if atom.number_subexpr() and atom.number_subexpr().subexpr():
@@ -107,7 +124,7 @@ class _Converter(_Latex2Sympy):
 
 
 def _convert(latex: str) -> sympy.Basic:
-    return _Converter(is_real=True, convert_degrees=True, config=_CONVERSION).parse(latex)
+    return _Converter(is_real=True, config=_CONVERSION).parse(latex)
 
 
 def _ungrouped(latex: str) -> str:
@@ -155,7 +172,7 @@ def _applied(call: AppliedUndef) -> sympy.Expr:
     argument = call.args[0]
     product = len(call.args) == 1 and not argument.is_Symbol and argument.free_symbols
     if name in _FUNCTIONS or "prime" in name or not product:
-        if name not in (r"\pi", "e", "i") or len(call.args) != 1:
+        if name not in (r"\pi", "e", "i") or not (name == r"\pi" or argument.is_Add):
             return sympy.Symbol(str(call), real=True)
     return _convert(name) * argument
 

@@ -156,8 +156,9 @@ def bare_unit(gap: str, text: str) -> Unit | None:
 
 def idle_lead(words: str) -> bool:
     """Whether words before a value leave it what it is ("The answer is")."""
-    plain = re.fullmatch(r"[A-Za-z\s.,:]*", words) is not None
-    return plain and all(word.lower() in _LEAD for word in _WORD.findall(words))
+    if not re.fullmatch(r"[A-Za-z\s.,:]*", words) or words.rstrip().endswith("of"):
+        return False
+    return all(word.lower() in _LEAD for word in _WORD.findall(words))
 
 
 def negates(words: str) -> bool:
