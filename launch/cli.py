@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
 import sys
@@ -43,8 +44,11 @@ def add_recipe_arguments(parser: Parser) -> None:
     )
 
 
-def entry(main: Callable[[], int | None]) -> NoReturn:
+def entry(main: Callable[[], int | None], *, tear_down: bool = True) -> NoReturn:
     """Runs a command and exits with its code.
+
+    Without ``tear_down`` the process ends as soon as the command is done: what it wrote is closed,
+    and threads of the runtime that still run, or hang, can no longer abort or hold up its end.
 
     0: done. 2: bad input, said in one line on stderr. 1: something else that is no defect, such as
     a full disk, in one line too. 75: stopped by a signal before its end; the same command goes on
@@ -64,6 +68,11 @@ def entry(main: Callable[[], int | None]) -> NoReturn:
         if code is None:
             raise
         print(f"error: {message(error)}", file=sys.stderr)
+    if not tear_down:
+        with contextlib.suppress(OSError, ValueError):  # their reader has left
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

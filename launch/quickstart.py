@@ -13,6 +13,7 @@ from launch.cli import Parser, entry, output
 from srpo_jax.config import Recipe, load_recipe
 from srpo_jax.evaluation import paired_difference
 from srpo_jax.metrics import RunFileError, read_metrics, read_verdicts
+from srpo_jax.stopping import StopRequest
 
 RECIPES = ("configs/quickstart_math.yaml", "configs/quickstart_search.yaml")
 CURVES = (
@@ -43,16 +44,17 @@ def main(argv: list[str] | None = None) -> int:
         for path in RECIPES
     ]
     console = output()
-    from srpo_jax import trainer
-
     seconds = {}
-    for recipe in recipes:
-        console.print(Text(f"{recipe.name}: {recipe.trainer.steps} steps in {recipe.run_dir}"))
-        started = time.perf_counter()
-        code = trainer.run(recipe)
-        seconds[recipe.name] = time.perf_counter() - started
-        if code:
-            return code
+    with StopRequest(owns_process=True) as stop:
+        from srpo_jax import trainer
+
+        for recipe in recipes:
+            console.print(Text(f"{recipe.name}: {recipe.trainer.steps} steps in {recipe.run_dir}"))
+            started = time.perf_counter()
+            code = trainer.run(recipe, stop=stop)
+            seconds[recipe.name] = time.perf_counter() - started
+            if code:
+                return code
     console.print(before_after_table(recipes, seconds))
     from launch.report import draw_curves, metric_names
 
@@ -94,4 +96,4 @@ def before_after_table(recipes: list[Recipe], seconds: dict[str, float]) -> Tabl
 
 
 if __name__ == "__main__":
-    entry(main)
+    entry(main, tear_down=False)

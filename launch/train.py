@@ -25,4 +25,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    entry(main)
+    entry(main, tear_down=False)

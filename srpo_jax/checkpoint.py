@@ -6,7 +6,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import logging
+import os
+import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -64,6 +68,11 @@ class Checkpoints:
         """Starts saving ``state`` under ``step``; ``meta`` is a small JSON-able record."""
         self.wait()
         with self._saved_as(step):
+            # What is written is compressed, by little; half of it will certainly not do.
+            size, free = tree_bytes(state), shutil.disk_usage(self._folder).free
+            if free < size / 2:
+                reason = f"{os.strerror(errno.ENOSPC)}: {size:.2g} bytes, {free:.2g} are free"
+                raise OSError(errno.ENOSPC, reason)
             response = self._checkpointer.save_async(
                 step, state, force=True, overwrite=True, custom_metadata=meta
             )
@@ -73,6 +82,11 @@ class Checkpoints:
         response.result()  # frees the save's own thread and event loop too
         folder = self._folder / str(step)
         write_json(folder / CHECKSUMS, checksums(folder))
+
+    def poll(self) -> None:
+        """Raises CheckpointFailed where a save has failed by now."""
+        if self._saving is not None and self._saving[1].done():
+            self.wait()
 
     def wait(self) -> None:
         """Waits for what is being saved. Raises CheckpointFailed."""
@@ -153,7 +167,13 @@ class Checkpoints:
             self.wait()
         finally:
             self._thread.shutdown()
-            self._checkpointer.close()
+            # Orbax raises a failed save here once more; `wait` has said so already.
+            with contextlib.suppress(Exception):
+                self._checkpointer.close()
+
+
+def tree_bytes(state: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
 def checksums(folder: Path) -> dict[str, list[int]]:
@@ -188,7 +208,20 @@ def _crc(path: Path) -> int:
     return crc
 
 
+_SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO)
+
+
 def _short(error: BaseException) -> str:
-    """An error's kind and the start of its message, in one line."""
+    """What the system says, where TensorStore's message quotes it; else the error's kind and the
+    start of its message, in one line."""
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"
+    said = [os.strerror(number) for number in _SYSTEM_ERRORS if os.strerror(number) in text]
+    return said[0] if said else f"{type(error).__name__}: {text[:300]}"
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and "orbax" in record.pathname)
+
+
+# Each of Orbax's threads logs the error that it then raises, with its traceback.
+logging.getLogger("absl").addFilter(_is_news)

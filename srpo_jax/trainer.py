@@ -169,6 +169,7 @@ class Training:
             self.logger.log(self.done, metrics)
             self.unlogged = None
             self.progress.step(self.done, metrics)
+            self.checkpoints.poll()
             score = metrics.get("eval/macro/avg")
             if score is not None and score > self.best_score:
                 self.best_score = score

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -161,6 +162,41 @@ def test_a_save_that_failed_is_raised_by_the_next_call_in_one_line(tmp_path, mon
     assert "\n" not in str(caught.value) and exit_code(caught.value) == 1
     monkeypatch.undo()
     checkpoints.save(3, {"x": jnp.ones(3)}, {})
+    checkpoints.close()
+
+
+def test_what_the_system_says_is_found_in_the_messages_of_the_store(tmp_path):
+    """Orbax raises a failed save again when it is closed; it was said once already."""
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints._checkpointer.close()
+
+    class Full:
+        def save_async(self, *args, **options):
+            raise ValueError(
+                'RESOURCE_EXHAUSTED: Failed writing: "a/long/path": Failed to write 69857 bytes to '
+                "file 27: No space left on device [os_error_code='28']"
+            )
+
+        close = save_async
+
+    checkpoints._checkpointer = Full()
+    with pytest.raises(CheckpointFailed) as caught:
+        checkpoints.save(1, {"x": jnp.ones(3)}, {})
+    assert str(caught.value) == (
+        f"{tmp_path}/1: this checkpoint could not be saved: No space left on device; "
+        "the ones before it are there"
+    )
+    checkpoints.close()
+
+
+def test_a_disk_without_room_for_the_state_is_said_before_anything_is_written(
+    tmp_path, monkeypatch
+):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=1999))
+    with pytest.raises(CheckpointFailed, match=r"/1: this checkpoint.*: No space left on device"):
+        checkpoints.save(1, {"x": jnp.ones(1000)}, {})  # 4,000 bytes
+    assert not list(tmp_path.iterdir())
     checkpoints.close()
 
 

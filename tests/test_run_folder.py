@@ -83,7 +83,7 @@ def test_a_recipe_saved_before_a_key_was_there_resumes_with_its_default(tmp_path
     "content, said",
     [
         (b"", "a mapping of keys is due, got nothing"),
-        (b"\xff\xfe\x00", "cannot be read"),
+        (b"\xff\xfe\x00", "not UTF-8"),
         (b"name: tiny\n", "model: this key is missing"),
         (b"[1, 2]", "a mapping of keys is due, got a list"),
     ],
