@@ -66,44 +66,61 @@ def decode_work(rows: Mapping[int, RowPages], shapes: Shapes) -> Work:
 
     A row's own pages come in order, and so do those of its prompt.
     """
-    lanes = shapes.lanes
-    readers: dict[int, tuple[Node, list[tuple[int, int]]]] = {}
-    items: list[tuple[int, list[int], int, bool]] = []
-    parts = np.full((shapes.slots, shapes.row_pages), -1, np.int32)
-    longest = 0
-    for slot, row in rows.items():
-        for j, node in enumerate(row.prompt):
-            readers.setdefault(node.page, (node, []))[1].append((slot, j))
-        for b, page in enumerate(row.own):
-            parts[slot, len(row.prompt) + b] = len(items) * lanes
-            items.append((page, [slot], -b * shapes.page, True))
-        longest = max(longest, len(row.prompt) + len(row.own))
-    owned = -(-len(items) // shapes.items)
-    items += [(UNUSED, [], 0, False)] * (owned * shapes.items - len(items))
-    for page, (node, places) in readers.items():
-        for i in range(0, len(places), lanes):
-            together = places[i : i + lanes]
-            for lane, (slot, j) in enumerate(together):
-                parts[slot, j] = len(items) * lanes + lane
-            items.append((page, [slot for slot, _ in together], len(node.ids), False))
-    size = shapes.chunks * shapes.items
+    slots = np.fromiter(rows, np.int32, len(rows))
+    prompts = np.array([len(row.prompt) for row in rows.values()], np.int32)
+    owns = np.array([len(row.own) for row in rows.values()], np.int32)
+    lanes, size = shapes.lanes, shapes.chunks * shapes.items
     page = np.full(size, UNUSED, np.int32)
-    readers_of = np.full((size, lanes), shapes.slots, np.int32)
+    readers = np.full((size, lanes), shapes.slots, np.int32)
     base, own = np.zeros(size, np.int32), np.zeros(size, bool)
-    for i, (at, slots, count, is_own) in enumerate(items):
-        page[i], base[i], own[i] = at, count, is_own
-        readers_of[i, : len(slots)] = slots
+    parts = np.full((shapes.slots, shapes.row_pages), -1, np.int32)
+
+    count = int(owns.sum())
+    slot, place = np.repeat(slots, owns), _counts(owns)
+    page[:count] = [page for row in rows.values() for page in row.own]
+    readers[:count, 0] = slot
+    base[:count] = -place * shapes.page
+    own[:count] = True
+    parts[slot, np.repeat(prompts, owns) + place] = np.arange(count) * lanes
+    owned = -(-count // shapes.items)
+
+    # Every page of a prompt with its rows together, in the order in which the pages first come.
+    pages = np.array([node.page for row in rows.values() for node in row.prompt], np.int32)
+    tokens = np.full(len(pages), shapes.page, np.int32)  # but for the last page of a prompt
+    tokens[np.cumsum(prompts)[prompts > 0] - 1] = [
+        len(row.prompt[-1].ids) for row in rows.values() if row.prompt
+    ]
+    first = np.zeros(pages.max(initial=0) + 1, np.int32)
+    first[pages[::-1]] = np.arange(len(pages))[::-1]
+    order = np.argsort(first[pages], kind="stable")
+    pages, tokens = pages[order], tokens[order]
+    slot, place = np.repeat(slots, prompts)[order], _counts(prompts)[order]
+    begins = np.flatnonzero(np.diff(pages, prepend=-1))
+    sharing = np.diff(begins, append=len(pages))
+    among, groups = _counts(sharing), -(-sharing // lanes)
+    item = owned * shapes.items + np.repeat(np.cumsum(groups) - groups, sharing) + among // lanes
+    page[item], base[item] = pages, tokens
+    readers[item, among % lanes] = slot
+    parts[slot, place] = item * lanes + among % lanes
+
+    used = owned * shapes.items + int(groups.sum())
+    longest = int((prompts + owns).max(initial=0))
     shape = (shapes.chunks, shapes.items)
     return Work(
         page=page.reshape(shape),
-        rows=readers_of.reshape(*shape, lanes),
+        rows=readers.reshape(*shape, lanes),
         base=base.reshape(shape),
         own=own.reshape(shape),
         parts=parts,
-        chunks=np.array([-(-len(items) // shapes.items)], np.int32),
+        chunks=np.array([-(-used // shapes.items)], np.int32),
         owned=np.array([owned], np.int32),
         groups=np.array([-(-longest // GROUP)], np.int32),
     )
+
+
+def _counts(lengths: np.ndarray) -> np.ndarray:
+    """0 to n - 1 for every n of ``lengths``, one after the other."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
 def prefill_pages(nodes: Sequence[Node], count: int, shapes: Shapes) -> Prefill:
