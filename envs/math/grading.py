@@ -15,8 +15,9 @@ Conventions, where mathematics alone does not decide:
   an integer of any length is compared in full.
 * Units: one side with a unit and one without agree if the values do; two different units do not,
   and nothing is converted. Currency signs are units, and so is a noun in the plural ("7 apples").
-  Million, dozen and their like multiply. Any other word beside a value ("at least 5") makes the
-  answer a text, which agrees with the same words alone.
+  Million, dozen and their like multiply. Words that name the value ("Area:", "The area is") are
+  dropped. Any other word beside a value ("at least 5") makes the answer a text, which agrees with
+  the same words alone.
 * Percent: 50, 0.5 and 50\% all agree with 50\%; 50\% agrees with 50 and with 0.5.
 * Degrees: 30 and \pi/6 agree with 30^\circ. Inside a function 60^\circ is an angle.
 * Words and choice letters compare without case, symbols with it. A choice letter may be followed by

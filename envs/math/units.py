@@ -34,7 +34,7 @@ _NAMES = {
     "day": ("day",),
     "week": ("week",),
     "month": ("month",),
-    "year": ("year", "yr"),
+    "year": ("year", "yr", "yrs"),
     "g": ("gram", "gm"),
     "kg": ("kilogram", "kg"),
     "mg": ("milligram", "mg"),
@@ -64,11 +64,18 @@ _NAMES = {
     "ohm": ("ohm", "ω"),
     "au": ("au",),
     "ly": ("lightyear", "ly"),
+    "arcsec": ("arcsecond", "arcsec"),
+    "kwh": ("kwh",),
     "rpm": ("rpm",),
     "cup": ("cup",),
     "unit": ("unit",),
 }
 _UNITS = {name: unit for unit, names in _NAMES.items() for name in names}
+_PREFIXED = {
+    prefix + unit
+    for prefix in "pnuμµmckMGT"
+    for unit in "m s g Hz eV V W J Pa N A F H Ω L l mol pc bar".split()
+}
 _LETTERS = set("mslghNJWVAKCFTL")  # units of one letter, in \text{} alone; M and k are numbers
 _SHORT = {"cm", "mm", "km", "kg", "ft", "in", "yd", "mi", "min", "hr", "mph", "ml", "sec"}
 _POWERS = {"square": "^2", "squared": "^2", "sq": "^2", "cubic": "^3", "cubed": "^3", "cu": "^3"}
@@ -80,14 +87,21 @@ _SCALES = {
     "billion": 10**9,
     "trillion": 10**12,
 }
-_COUNTED = {"people", "men", "women", "children", "mice", "geese", "dice", "vertices", "matrices"}
-# Words that leave a value what it is.
-_IDLE = set("total altogether different distinct possible ordered positive st nd rd th".split())
-_LEAD = set(
-    """a an the final answer result solution value number sum total area volume length width height
-    perimeter distance time speed cost price probability ratio angle radius is are was equals equal
-    to of we get have find there so thus hence therefore""".split()
+_COUNTED = set(
+    """people men women children dice vertices matrices person way solution point integer number
+    pair triple element student coin card ball root value term step move game""".split()
 )
+# Words that leave a value what it is.
+_IDLE = set(
+    """total altogether different distinct possible ordered positive old light st nd rd
+    th""".split()
+)
+_LEAD = set(
+    """a an the final answer result solution value total area volume length width height perimeter
+    distance time speed cost price probability ratio angle radius we get have find there so thus
+    hence therefore is are was""".split()
+)
+_SAYS = re.compile(r"(?::|\b(?:is|are|equals|equal to)):?\s*")
 # Plurals that are numbers, verbs or comparisons. The endings -is, -us and -ss are no plurals.
 _NOT_COUNTED = set(
     """dozens hundreds thousands millions billions trillions halves thirds quarters fourths fifths
@@ -102,6 +116,7 @@ _NEGATING = set(
 )
 _WORD = re.compile(r"[^\W\d_]+'?|[%$°]")
 _PLAIN_TAIL = re.compile(r"(?:[^\W\d_]|[\s%$°'.,(){}/])*")
+_LEAD_LETTERS = re.compile(r"[A-Za-z\s.,:]*")
 _EXPONENT = re.compile(r"\^ ?(?:\{(-?[0-9])\}|([0-9]))")
 
 
@@ -155,20 +170,25 @@ def bare_unit(gap: str, text: str) -> Unit | None:
 
 
 def idle_lead(words: str) -> bool:
-    """Whether words before a value leave it what it is ("The answer is")."""
-    if not re.fullmatch(r"[A-Za-z\s.,:]*", words) or words.rstrip().endswith("of"):
+    """Whether words before a value leave it what it is ("The answer is", "Number of ways:")."""
+    if not _LEAD_LETTERS.fullmatch(words) or negates(words):
         return False
+    said = [match.end() for match in _SAYS.finditer(words)]
+    if said and said[-1] == len(words):
+        return True
     return all(word.lower() in _LEAD for word in _WORD.findall(words))
 
 
 def negates(words: str) -> bool:
-    """Whether words before an equals sign deny or loosen it."""
+    """Whether words before a value or an equals sign deny or change it."""
     return any(word.lower() in _NEGATING for word in _WORD.findall(words))
 
 
 def _one_unit(word: str) -> str | None:
     if len(word) == 1 and word.isascii() and word.isalpha():
         return word.lower() if word in _LETTERS else None
+    if word in _PREFIXED:
+        return _UNITS.get(word.lower(), word)
     lower = word.lower()
     if lower in _UNITS:
         return _UNITS[lower]
