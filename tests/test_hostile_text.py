@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from envs.math import answers, compare, latex, names, numbers, units
+from envs.math import answers, compare, latex, names, numbers, symbols, units
 from envs.math import parsing as math_parsing
 from envs.math.compare import same_answer
 from envs.math.grading import Grade, GraderPool, grade
@@ -21,6 +21,7 @@ from envs.math.numbers import Undecided
 from envs.search import parsing as search_parsing
 from envs.search.parsing import Malformed
 
+MODULES = (answers, compare, latex, names, numbers, symbols, units, math_parsing, search_parsing)
 # Each family is a head, a piece that is repeated, and a tail that breaks what the pieces promise.
 FAMILIES = {
     "braces": ("", "{", ""),
@@ -112,7 +113,7 @@ def hostile(family: str, size: int) -> str:
 def patterns() -> dict[str, re.Pattern[str]]:
     """Every compiled pattern of the modules that read model or task text."""
     found = {}
-    for module in (answers, compare, latex, names, numbers, units, math_parsing, search_parsing):
+    for module in MODULES:
         for name, value in vars(module).items():
             values = [item[0] for item in value] if isinstance(value, list) and value else [value]
             for place, pattern in enumerate(values):
@@ -269,7 +270,9 @@ def test_an_answer_built_to_hang_costs_milliseconds(answer, pool):
     assert time.process_time() - started < 0.2  # this process does not read it
 
 
-@pytest.mark.parametrize("answer", ["x+" * 1500 + "x", "5 " * 2000, "(" * 60 + "5" + ")" * 60])
+@pytest.mark.parametrize(
+    "answer", ["x+" * 1500 + "x", "5 " * 2000, "(" * 60 + "5" + ")" * 60, "-" * 900 + "x"]
+)
 def test_an_answer_over_a_limit_is_undecided(answer, pool):
     for response, gold in ((answer, "5"), ("5", answer)):
         result = grade(rf"\boxed{{{response}}}", gold, pool)

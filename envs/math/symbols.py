@@ -32,7 +32,7 @@ def _mixed(match: re.Match[str]) -> str:
 _PREPARE = [
     (re.compile(rule), to)
     for rule, to in (
-        (r"([0-9]+(?:\.[0-9]+)?) ?\^\\circ", r"(\\frac{\1\\pi}{180})"),
+        (r"(?<![0-9])([0-9]+(?:\.[0-9]+)?) ?\^\\circ", r"(\\frac{\1\\pi}{180})"),
         (r"(?<![0-9.^_a-zA-Z}\\])([0-9]+) ?\\frac\{([0-9]+)\}\{([0-9]+)\}", _mixed),
         (r"\*\*", "^"),
         (r"\*", r"\\cdot "),
@@ -44,7 +44,7 @@ _PREPARE = [
         (r"\\text\{([^{}]*)\}", r"\\mathrm{\1}"),
     )
 ]
-_DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")
+_DECIMAL = re.compile(r"(?<![0-9])([0-9]*)\.([0-9]+)")
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 # Dots for "and so on", values at a point, decimals of three parts and numbers side by side.
 _UNREADABLE = re.compile(

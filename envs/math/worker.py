@@ -23,7 +23,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     from envs.math.compare import same_answer
-    from envs.math.numbers import Undecided
+    from envs.math.numbers import LENGTH_LIMIT, Undecided
     from envs.math.symbolic import Unparsed, equal
 
     same_answer(r"\frac{x+2}{7}", r"\frac{x}{7}+\frac{2}{7}", equal)  # builds the parser's tables
@@ -43,6 +43,8 @@ def main() -> None:
                 error = f"gold not readable: {unparsed}"
             except Undecided as limit:
                 error = str(limit)
+            except RecursionError:
+                error = f"{LENGTH_LIMIT}: nested too deep for the parser"
             except Exception as failure:
                 error = f"{type(failure).__name__}: {failure}".splitlines()[0][:200]
             if correct:
