@@ -46,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             tokenizer_from, dtype = _starting_point(run)
             dtype = args.dtype or dtype
+            _check_sums(step)
             model = load_params(step, read_config(tokenizer_from))
             print(f"read {step}")
         save_hf(model, args.target, tokenizer_from=tokenizer_from, dtype=dtype)
@@ -70,6 +71,17 @@ def find_training_checkpoint(source: Path) -> tuple[Path | None, Path]:
             raise FileNotFoundError(f"{store}: holds no checkpoint")
         return run, max(steps, key=lambda path: int(path.name))
     return None, source
+
+
+def _check_sums(step: Path) -> None:
+    """Raises CheckpointError where a file of a run's checkpoint is not the one that was written."""
+    from models.config import CheckpointError
+    from srpo_jax.checkpoint import DamagedCheckpoint, verify
+
+    try:
+        verify(step)
+    except DamagedCheckpoint as error:
+        raise CheckpointError(str(error)) from None
 
 
 def _starting_point(run: Path) -> tuple[Path, Any]:

@@ -234,8 +234,10 @@ def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
         if not empty:
             target.replace(replaced)
         partial.replace(target)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno and error.filename is None:  # a full disk
+            error.filename = str(target)
         raise
     if not empty:
         shutil.rmtree(replaced)

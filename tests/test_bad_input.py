@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -132,6 +134,19 @@ def test_foreign_files_of_a_run_are_named(folder, capsys):
     assert refusal(capsys, "show", "run", "--episode", "x").startswith(f"{path}: damaged")
     Path("run/metrics.jsonl").write_text("garbage\n")
     assert refusal(capsys, "report", "run").startswith("run/metrics.jsonl:1: not JSON")
+
+
+def test_reading_a_run_does_not_load_jax(folder):
+    code = (
+        "import sys; from launch import report, show, sweep\n"
+        "show.main(['run']); show.main(['run', '--episode', 's3-t0-r0']); report.main(['run'])\n"
+        "assert not {'jax', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 # ---- report --------------------------------------------------------------------------------------

@@ -340,6 +340,17 @@ def test_command_exports_in_the_dtype_of_the_starting_point(
     assert {str(value.dtype) for value in exported.values()} == {expected}
 
 
+def test_command_does_not_export_what_was_damaged(run, tmp_path):
+    """A flipped bit, which neither Orbax nor the shapes notice."""
+    path = max((run / "checkpoints/10").rglob("d/*"), key=lambda p: p.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"{path.name}: its checksum is not"):
+        convert_main(["to-hf", str(run), str(tmp_path / "out")])
+    assert convert_main(["to-hf", str(run / "checkpoints/2"), str(tmp_path / "out")]) == 0
+
+
 def test_command_says_what_is_no_checkpoint(run, tmp_path):
     shutil.rmtree(run / "best")
     with pytest.raises(FileNotFoundError, match="best: holds no checkpoint"):

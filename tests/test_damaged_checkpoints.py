@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import pytest
 
 import models.checkpoint_files
-from launch.cli import exit_code
+from launch.cli import exit_code, message
 from launch.convert import main as convert_main
 from models.checkpoint_files import read_config
 from models.config import MAX_SIZE, CheckpointError
@@ -208,7 +208,7 @@ def test_paths_that_are_no_checkpoint_folder(tmp_path, call):
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "gone").symlink_to("elsewhere")
-    for name, message in (
+    for name, says in (
         ("model.gguf", "a GGUF file, which is not read here"),
         ("model.safetensors", "a file; the folder of a checkpoint is due"),
         ("loop", "a link to loop, which leads to nothing"),
@@ -216,7 +216,7 @@ def test_paths_that_are_no_checkpoint_folder(tmp_path, call):
         ("x" * 300, "File name too long"),
     ):
         said = refusal(call, tmp_path / name)
-        assert said.startswith(f"{tmp_path / name}: {message}")
+        assert said.startswith(f"{tmp_path / name}: {says}")
     assert refusal(call, "~no-such-user/model").startswith("~no-such-user/model: ")
 
 
@@ -244,6 +244,19 @@ def test_a_target_below_a_file(folder, tmp_path):
     model, _ = load_hf(folder)
     target = tmp_path / "notes/out"
     assert refusal(save_hf, model, target).startswith(f"{target}: cannot be written: ")
+
+
+def test_a_full_disk_names_the_folder_and_leaves_nothing(folder, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    model, _ = load_hf(folder)
+    monkeypatch.setattr(models.checkpoint_files.os, "fsync", full)
+    with pytest.raises(OSError) as caught:
+        save_hf(model, tmp_path / "out")
+    assert exit_code(caught.value) == 1
+    assert message(caught.value) == f"{tmp_path}/out: No space left on device"
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_a_damaged_array_of_a_flax_folder(folder, tmp_path):
