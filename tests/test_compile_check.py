@@ -357,7 +357,7 @@ def test_resident_bytes_by_hand(recipe_file):
     assert update.num_params == TINY_PARAMS
     split = (TINY_PARAMS - TINY_NORMS) // 4 + TINY_NORMS
     assert update.resident["parameters"] == 4 * split
-    assert update.resident["gradient sums"] == 4 * split + 4  # and a float32 scalar
+    assert update.resident["gradient sums"] == 4 * split + 2 * 4  # and two float32 scalars
     counters = update.resident["moments"] - 2 * 4 * split
     assert 0 < counters <= 64
     # A token's six arrays, two scores, two weights and whether it is kept, on one of four devices.

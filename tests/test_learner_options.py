@@ -226,7 +226,7 @@ def test_the_gradients_of_the_roles_add_up():
     for role in (0, 1):  # a batch in which only this role's tokens carry loss
         keep = np.append(batch.row_role, 2)[batch.token_row] == role
         tokens, arrays = learner._place(batch)
-        weights, _, _ = learner._weigh(batch, tokens, arrays, None, None)
+        weights, _, _ = learner._weigh(batch, tokens, arrays, None, None, None)
         masked = weights._replace(logp=jnp.where(keep, weights.logp, 0))
         sums = learner._programs.accumulate(
             learner.params, tokens, masked, np.int32(batch.used_micro_batches)

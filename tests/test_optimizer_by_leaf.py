@@ -109,9 +109,9 @@ def test_an_update_holds_the_temporaries_of_one_leaf(name, stored, param_dtype):
     memory, leaves = memory_of_apply(
         config, name=name, moment_dtype=stored, param_dtype=param_dtype
     )
-    # Muon's iteration holds several matrices of the size of its leaf.
-    most = (1.1 if name == "adamw" else 3.5) * leaves.max()
-    assert memory.temp_size_in_bytes < most < leaves.sum() / 2
+    # Muon's iteration holds several matrices of the size of its leaf, which is half of the largest.
+    most = (1.1 if name == "adamw" else 2.0) * leaves.max()
+    assert memory.temp_size_in_bytes < most < leaves.sum()
     # All but the gradient and a few counters, some of them padded.
     assert memory.argument_size_in_bytes - memory.alias_size_in_bytes < leaves.sum() + 1024
 
