@@ -2,13 +2,14 @@
 
 What is evaluated is a recipe's model on its tasks.eval (keys of training may be missing; with
 model.path=runs/NAME/model what a run has trained), or --model on --tasks. Episodes and figures are
-kept in --out; launch.show prints the episodes.
+kept in --out; launch.show prints the episodes. A signal abandons it: exit code 75, run it again.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from launch.cli import Parser, entry, output
 from srpo_jax.config import Recipe, RecipeError
 from srpo_jax.evaluation import BenchmarkResult, macro, macro_error
 from srpo_jax.recipe_files import read_with_base
+from srpo_jax.stopping import STOPPED, Stopped, StopRequest
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,9 +51,15 @@ def main(argv: list[str] | None = None) -> int:
         args.tasks = [text for text in args.tasks if "=" not in text]
     recipe = _from_model(args, parser) if args.model else _from_recipe(args, parser)
 
-    from srpo_jax.evaluation_run import evaluate_and_keep
+    with StopRequest(owns_process=True) as stop:
+        from srpo_jax.evaluation_run import evaluate_and_keep
 
-    results = evaluate_and_keep(recipe)
+        stop.on_end = lambda: print("stopped; the same command starts it again", file=sys.stderr)
+        try:
+            results = evaluate_and_keep(recipe, check=stop.check)
+        except Stopped:
+            stop.on_end()
+            return STOPPED
     console = output()
     console.print(results_tables(results, title=recipe.name))
     console.print(Text(f"figures: {recipe.run_dir}/evaluation.json", overflow="fold"))
@@ -149,4 +157,4 @@ def _percent(value: float, error: float) -> str:
 
 
 if __name__ == "__main__":
-    entry(main)
+    entry(main, tear_down=False)

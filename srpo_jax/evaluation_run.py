@@ -11,7 +11,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -140,10 +140,15 @@ def check_folder(recipe: Recipe) -> None:
         raise RecipeError(f"{folder} holds another evaluation ({change}); give another --out")
 
 
-def evaluate_and_keep(recipe: Recipe, console: Console | None = None) -> dict[str, BenchmarkResult]:
+def evaluate_and_keep(
+    recipe: Recipe,
+    console: Console | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> dict[str, BenchmarkResult]:
     """Evaluates the model of an :func:`evaluation_recipe` and keeps the results in its folder.
 
     Episodes are written benchmark by benchmark: the first one's as those of step 0, and so on.
+    ``check`` is called again and again: what it raises abandons the evaluation.
 
     Raises RecipeError, DataError, CheckpointError or TrainingFailed, each one line.
     """
@@ -154,7 +159,7 @@ def evaluate_and_keep(recipe: Recipe, console: Console | None = None) -> dict[st
     folder, started = recipe.run_dir, time.perf_counter()
     check_folder(recipe)
     with RunProgress(0, 0, console) as progress:
-        parts = build_parts(recipe, train=False, starting=progress.starting)
+        parts = build_parts(recipe, train=False, starting=progress.starting, check=check)
         if not recipe.rollout.remote:
             progress.generated = lambda: parts.engine.stats["decode_tokens"]
         with _said_as_options(), locked(folder):

@@ -4,6 +4,7 @@ with which code, and that the same command then goes on to what the straight run
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -103,9 +104,6 @@ def test_a_second_signal_ends_at_once(straight, tmp_path, moment):
     ends_as_the_straight_run(straight, out)
 
 
-KILLS = os.environ.get("SRPO_TEST_KILLS", "2")  # random ones
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["start-up", "save", "checksums", "sync", "export"])
 def test_killed_at_a_moment(straight, tmp_path, moment):
@@ -114,3 +112,48 @@ def test_killed_at_a_moment(straight, tmp_path, moment):
     ended = start(folder, "tests.moments", moment, "KILL", recipe, f"trainer.out={out}")
     assert ended.code == -signal.SIGKILL, ended.output
     ends_as_the_straight_run(straight, out)
+
+
+@pytest.mark.slow
+def test_killed_at_random(straight, tmp_path):
+    """SRPO_TEST_KILLS kills, one after the other, each at any time of what is left of a run."""
+    folder, recipe, _ = straight
+    longer = [recipe, "trainer.steps=24"]
+    began = time.monotonic()
+    ended = start(folder, "launch.train", *longer, f"trainer.out={tmp_path / 'straight'}")
+    seconds, left = time.monotonic() - began, left_behind(tmp_path / "straight")
+    rng, killed, runs, reached = random.Random(0), 0, 0, []
+    while killed < int(os.environ.get("SRPO_TEST_KILLS", "3")):
+        out = tmp_path / f"run_{runs}"
+        command = [f"{rng.uniform(0, seconds):.3f}", "KILL", *longer, f"trainer.out={out}"]
+        ended = start(folder, "tests.moments", *command)
+        if ended.code == 0:  # done before it could be killed: the next one starts another run
+            assert left_behind(out) == left
+            runs += 1
+            continue
+        assert ended.code == -signal.SIGKILL, ended.output
+        killed += 1
+        reached.append(ended.output.count("\nstep "))
+    ended = start(folder, "launch.train", *longer, f"trainer.out={out}")
+    assert ended.code == 0 and left_behind(out) == left
+    print(f"{killed} kills of {runs + 1} runs, {reached} steps after each start")
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_abandoned_and_the_same_command_starts_it_again(straight, tmp_path):
+    folder, recipe, _ = straight
+    command = [sys.executable, "-m", "launch.evaluate", recipe, "--out", str(tmp_path / "out")]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    ) as process:  # fmt: skip
+        while "building engine" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        said = process.stderr.read()
+    assert process.returncode == 75 and time.monotonic() - began < 10, said
+    assert said.endswith("stopped; the same command starts it again\n")
+    done = start(folder, "launch.evaluate", recipe, "--out", str(tmp_path / "out"))
+    assert done.code == 0, done.output
