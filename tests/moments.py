@@ -1,8 +1,8 @@
 """``launch.train`` that sends itself signals at a named moment:
 ``python -m tests.moments MOMENT SIGNALS recipe.yaml [key.path=value ...]``.
 
-MOMENT: one of MOMENTS, or seconds after the start of training. SIGNALS: ``TERM``, or ``INT,TERM``
-for two of them with a short time between.
+MOMENT: one of MOMENTS, or seconds after the start, or (``+1.5``) after that of the first rollout.
+SIGNALS: ``TERM``, or ``INT,TERM`` for two of them with a short time between.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 MOMENTS = (
@@ -48,16 +49,18 @@ def arm(moment: str, signals: list[str]) -> None:
     from srpo_jax import run_parts, trainer
     from srpo_jax.engine import Engine
 
-    def at(owner: Any, name: str, nth: int, *, after: bool = False) -> None:
+    def at(
+        owner: Any, name: str, nth: int, *, after: bool = False, do: Callable[[], None] = send
+    ) -> None:
         plain, calls = getattr(owner, name), []
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             calls.append(1)
             if len(calls) == nth and not after:
-                send()
+                do()
             result = plain(*args, **kwargs)
             if len(calls) == nth and after:
-                send()
+                do()
             return result
 
         setattr(owner, name, wrapped)
@@ -108,9 +111,12 @@ def arm(moment: str, signals: list[str]) -> None:
         case "export":
             at(run_parts.Parts, "export", 1)
         case seconds:
-            timer = threading.Timer(float(seconds), send)
+            timer = threading.Timer(float(seconds.removeprefix("+")), send)
             timer.daemon = True
-            timer.start()
+            if seconds.startswith("+"):
+                at(trainer, "sample_step", 1, do=timer.start)
+            else:
+                timer.start()
 
 
 def main(moment: str, signals: str, *arguments: str) -> None:

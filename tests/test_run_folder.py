@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ def run(recipe, text=None):
 
 HOLDER = """
 import sys, time
+from dataclasses import asdict
 from pathlib import Path
 from srpo_jax.run_folder import locked
 with locked(Path(sys.argv[1])):
@@ -199,3 +201,28 @@ def test_a_target_below_the_checkpoint_is_said_and_the_record_says_the_true_step
     assert "resumed at step 2\n" in text.getvalue()
     assert json.loads((tmp_path / "run" / "done.json").read_text()) == {"step": 2}
     assert left_behind(tmp_path / "run") == before
+
+
+def test_padded_sizes_and_the_window_of_gradient_norms_come_back_with_a_checkpoint(
+    tmp_path, monkeypatch
+):
+    """A large batch in the first step pads all later ones; sums over them depend on it."""
+    plain, seen = trainer.update_step, []
+
+    def large_at_first(parts, step, *rest):
+        if step == 0:
+            parts.shapes.rows = 96
+        metrics = plain(parts, step, *rest)
+        seen.append((step, asdict(parts.shapes), list(parts.grad_norms)))
+        return metrics
+
+    monkeypatch.setattr(trainer, "update_step", large_at_first)
+    options = ("evaluation.every=0", "trainer.checkpoint_every=0")
+    assert run(tiny_recipe(tmp_path, "trainer.steps=1", *options)) == trainer.DONE
+    assert run(tiny_recipe(tmp_path, "trainer.steps=3", *options)) == trainer.DONE
+    resumed, seen[:] = list(seen), []
+    out = f"trainer.out={tmp_path / 'straight'}"
+    assert run(tiny_recipe(tmp_path, "trainer.steps=3", out, *options)) == trainer.DONE
+    assert seen == resumed and [step for step, *_ in seen] == [0, 1, 2]
+    assert seen[-1][1]["rows"] == 96 and len(seen[-1][2]) == 3
+    assert left_behind(tmp_path / "run") == left_behind(tmp_path / "straight")

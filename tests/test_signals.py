@@ -125,7 +125,9 @@ def test_killed_at_random(straight, tmp_path):
     rng, killed, runs, reached = random.Random(0), 0, 0, []
     while killed < int(os.environ.get("SRPO_TEST_KILLS", "3")):
         out = tmp_path / f"run_{runs}"
-        command = [f"{rng.uniform(0, seconds):.3f}", "KILL", *longer, f"trainer.out={out}"]
+        # Every other one while it trains, the rest while it starts, too.
+        moment = f"+{rng.uniform(0, 4):.3f}" if killed % 2 else f"{rng.uniform(0, seconds):.3f}"
+        command = [moment, "KILL", *longer, f"trainer.out={out}"]
         ended = start(folder, "tests.moments", *command)
         if ended.code == 0:  # done before it could be killed: the next one starts another run
             assert left_behind(out) == left
