@@ -30,10 +30,10 @@ from rich.table import Table
 from benchmarks.learner import positive
 from benchmarks.peer_environments import ROOT, PeerError, last_lines, peer_python
 from launch.cli import Parser, entry, output
-from srpo_jax.config import Recipe, load_recipe
 from srpo_jax.engine import Completion, Engine, Request
-from srpo_jax.rollout import EpisodePlan, EpisodeResult, Rollout, count_failures
-from srpo_jax.run_parts import Parts, build_parts
+from srpo_jax.recipe.recipe import Recipe, load_recipe
+from srpo_jax.rollout.rollout import EpisodePlan, EpisodeResult, Rollout, count_failures
+from srpo_jax.run.build import Parts, build_parts
 
 RECIPE = ROOT / "configs" / "math_smollm2_cpu.yaml"
 PEER = "benchmarks.peers.torch_math_round"

@@ -13,14 +13,14 @@ from benchmarks import learner_work as shape
 from benchmarks.learner_work import Rows, measure, run_learner
 from models.config import ModelConfig
 from models.qwen import Qwen
-from srpo_jax.batch import EventBatch, build_batch
-from srpo_jax.config import OptimizerConfig
 from srpo_jax.events import Event, Member
-from srpo_jax.learner import Learner
-from srpo_jax.learner_programs import LearnerSettings
+from srpo_jax.learner.batch import EventBatch, build_batch
+from srpo_jax.learner.learner import Learner
+from srpo_jax.learner.optimizer import make_optimizer
+from srpo_jax.learner.programs import LearnerSettings
+from srpo_jax.learner.sharding import make_mesh
 from srpo_jax.objective import ObjectiveConfig
-from srpo_jax.optimizer import make_optimizer
-from srpo_jax.sharding import make_mesh
+from srpo_jax.recipe.recipe import OptimizerConfig
 
 SEQUENCE_TOKENS, MICRO_BATCH_ROWS = 640, 3
 EVENT_SIZES = (3, 1, 2)  # K of the events, in turn

@@ -11,9 +11,9 @@ import re
 from typing import TYPE_CHECKING
 
 from launch.cli import Parser, add_recipe_arguments, entry, output
-from srpo_jax.config import Recipe, load_recipe
-from srpo_jax.recipe_errors import nearest
-from srpo_jax.yaml_reading import RecipeError
+from srpo_jax.recipe.errors import nearest
+from srpo_jax.recipe.recipe import Recipe, load_recipe
+from srpo_jax.recipe.yaml import RecipeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def tpu_generation(topology: str) -> str:
     """The generation that a topology names. Raises RecipeError for one that is not known."""
-    from srpo_jax.compile_report import USABLE_GIB
+    from srpo_jax.compile_check.report import USABLE_GIB
 
     match = _TOPOLOGY.fullmatch(topology)
     if match is None:
@@ -78,7 +78,7 @@ def tpu_mesh(recipe: Recipe, topology: str) -> Mesh:
     """
     from jax.experimental import topologies
 
-    from srpo_jax.sharding import make_mesh
+    from srpo_jax.learner.sharding import make_mesh
 
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
@@ -113,9 +113,9 @@ def check(
     generation: str,
 ) -> int:
     """Compiles, prints the tables, and returns 0 if every phase of a step fits, else 1."""
-    from srpo_jax import compile_report as report
-    from srpo_jax.abstract_engine import abstract_engine
-    from srpo_jax.abstract_update import (
+    from srpo_jax.compile_check import report
+    from srpo_jax.compile_check.engine import abstract_engine
+    from srpo_jax.compile_check.update import (
         MICRO_BATCHES,
         abstract_update,
         sequence_length,

@@ -76,7 +76,7 @@ def find_training_checkpoint(source: Path) -> tuple[Path | None, Path]:
 def _check_sums(step: Path) -> None:
     """Raises CheckpointError where a file of a run's checkpoint is not the one that was written."""
     from models.config import CheckpointError
-    from srpo_jax.checkpoint import DamagedCheckpoint, verify
+    from srpo_jax.run.checkpoint import DamagedCheckpoint, verify
 
     try:
         verify(step)
@@ -91,7 +91,7 @@ def _starting_point(run: Path) -> tuple[Path, Any]:
     """
     from models.checkpoint_files import stored_dtypes
     from models.hub import resolve_checkpoint
-    from srpo_jax.yaml_reading import RecipeError, read_yaml
+    from srpo_jax.recipe.yaml import RecipeError, read_yaml
 
     model = read_yaml(run / "recipe.yaml").get("model")
     if not isinstance(model, dict) or not isinstance(model.get("path"), str):

@@ -18,10 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.cli import Parser, entry, output
-from srpo_jax.config import Recipe, RecipeError
 from srpo_jax.evaluation import BenchmarkResult, macro, macro_error
-from srpo_jax.recipe_files import read_with_base
-from srpo_jax.stopping import STOPPED, Stopped, StopRequest
+from srpo_jax.recipe.files import read_with_base
+from srpo_jax.recipe.recipe import Recipe, RecipeError
+from srpo_jax.run.stopping import STOPPED, Stopped, StopRequest
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     recipe = _from_model(args, parser) if args.model else _from_recipe(args, parser)
 
     with StopRequest(owns_process=True) as stop:
-        from srpo_jax.evaluation_run import evaluate_and_keep
+        from srpo_jax.run.evaluation_folder import evaluate_and_keep
 
         stop.on_end = lambda: print("stopped; the same command starts it again", file=sys.stderr)
         try:
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _from_recipe(args: argparse.Namespace, parser: Parser) -> Recipe:
-    from srpo_jax.evaluation_run import evaluation_recipe
+    from srpo_jax.run.evaluation_folder import evaluation_recipe
 
     for name in ("tasks", "workflow"):
         if getattr(args, name) is not None:
@@ -87,7 +87,7 @@ def _from_recipe(args: argparse.Namespace, parser: Parser) -> Recipe:
 def _from_model(args: argparse.Namespace, parser: Parser) -> Recipe:
     from models.checkpoint_files import read_config
     from models.hub import resolve_checkpoint
-    from srpo_jax.evaluation_run import evaluation_recipe, model_content
+    from srpo_jax.run.evaluation_folder import evaluation_recipe, model_content
 
     if not args.tasks:
         parser.error("the following arguments are required: --tasks")

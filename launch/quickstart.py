@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.cli import Parser, entry, output
-from srpo_jax.config import Recipe, load_recipe
 from srpo_jax.evaluation import paired_difference
-from srpo_jax.metrics import RunFileError, read_metrics, read_verdicts
-from srpo_jax.stopping import StopRequest
+from srpo_jax.recipe.recipe import Recipe, load_recipe
+from srpo_jax.run.logs import RunFileError, read_metrics, read_verdicts
+from srpo_jax.run.stopping import StopRequest
 
 RECIPES = ("configs/quickstart_math.yaml", "configs/quickstart_search.yaml")
 CURVES = (

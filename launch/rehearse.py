@@ -21,11 +21,11 @@ from rich.text import Text
 
 from envs.workflow import EpisodeFailed, Outcome, Prompt, ScriptedTeam, Task, Team, Workflow
 from launch.cli import Parser, entry, output, visible
-from srpo_jax.config import RetrieverConfig, WorkflowConfig
-from srpo_jax.plugins import build_retriever, make_workflow
-from srpo_jax.recipe_errors import nearest
-from srpo_jax.user_code import UserCodeError, checked_outcome, checked_score, raised_at
-from srpo_jax.yaml_reading import RecipeError, parse_yaml
+from srpo_jax.recipe.errors import nearest
+from srpo_jax.recipe.plugins import build_retriever, make_workflow
+from srpo_jax.recipe.recipe import RetrieverConfig, WorkflowConfig
+from srpo_jax.recipe.yaml import RecipeError, parse_yaml
+from srpo_jax.rollout.user_code import UserCodeError, checked_outcome, checked_score, raised_at
 
 BUILT_IN = ("math", "search")
 EXAMPLES = {
@@ -135,7 +135,7 @@ def speak(
     from models.qwen import split_params
     from models.tokenizer import ChatTokenizer
     from srpo_jax.engine import Engine
-    from srpo_jax.rollout import EpisodePlan, Rollout, SamplingConfig
+    from srpo_jax.rollout.rollout import EpisodePlan, Rollout, SamplingConfig
 
     tokenizer = ChatTokenizer(checkpoint)
     model, config = load_hf(checkpoint, dtype=jnp.float32)

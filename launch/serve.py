@@ -17,7 +17,7 @@ from launch.cli import Parser, entry
 if TYPE_CHECKING:
     from models.tokenizer import ChatTokenizer
     from srpo_jax.engine import Engine
-    from srpo_jax.run_engine import EngineSettings
+    from srpo_jax.run.build_engine import EngineSettings
 
 DEFAULT_PORT = 8000  # launch.serve_retriever has 8100
 DEFAULT_SLOTS = 8
@@ -65,12 +65,12 @@ def main(argv: list[str] | None = None) -> int:
     if not 0 <= args.port < 2**16:
         parser.error(f"--port must be from 0 to 65535, got {args.port}")
 
-    from srpo_jax.completion_server import CompletionServer, listen
+    from srpo_jax.engine.server import CompletionServer, listen
 
     path, revision, settings = args.model, None, None
     if path.endswith((".yaml", ".yml")):
-        from srpo_jax.config import load_recipe
-        from srpo_jax.run_engine import engine_settings
+        from srpo_jax.recipe.recipe import load_recipe
+        from srpo_jax.run.build_engine import engine_settings
 
         recipe = load_recipe(path)
         path, revision = recipe.model.path, recipe.model.revision
@@ -115,11 +115,11 @@ def start_engine(
     from models.convert import load_hf
     from models.qwen import split_params
     from models.tokenizer import ChatTokenizer
-    from srpo_jax.completion_server import EngineFailed
     from srpo_jax.engine import Request
     from srpo_jax.engine.layout import engine_mesh
-    from srpo_jax.run_engine import EngineSettings, MeshError, build_engine
-    from srpo_jax.sharding import make_mesh
+    from srpo_jax.engine.server import EngineFailed
+    from srpo_jax.learner.sharding import make_mesh
+    from srpo_jax.run.build_engine import EngineSettings, MeshError, build_engine
 
     devices = jax.local_devices()
     on_cpu = devices[0].platform == "cpu"

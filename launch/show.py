@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.cli import Parser, entry, output, visible
-from srpo_jax.metrics import RunFileError, episode_steps, find_episode, read_episodes
-from srpo_jax.recipe_errors import nearest
-from srpo_jax.yaml_reading import RecipeError
+from srpo_jax.recipe.errors import nearest
+from srpo_jax.recipe.yaml import RecipeError
+from srpo_jax.run.logs import RunFileError, episode_steps, find_episode, read_episodes
 
 
 class Member(BaseModel):

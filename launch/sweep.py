@@ -25,12 +25,12 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.cli import Parser, entry, output
-from srpo_jax.config import Recipe, RecipeError, Section, load_recipe
 from srpo_jax.evaluation import over_seeds
-from srpo_jax.files import write_json
-from srpo_jax.metrics import METRICS_FILE, read_metrics
-from srpo_jax.recipe_errors import first_problem, nearest
-from srpo_jax.yaml_reading import inline_yaml, read_yaml
+from srpo_jax.recipe.errors import first_problem, nearest
+from srpo_jax.recipe.recipe import Recipe, RecipeError, Section, load_recipe
+from srpo_jax.recipe.yaml import inline_yaml, read_yaml
+from srpo_jax.run.files import write_json
+from srpo_jax.run.logs import METRICS_FILE, read_metrics
 
 FAILED, STOPPED = 1, 75
 RECORD = "sweep.json"

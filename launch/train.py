@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launch.cli import Parser, add_recipe_arguments, entry
-from srpo_jax.stopping import StopRequest
+from srpo_jax.run.stopping import StopRequest
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     # Entered before the slow imports: a signal that comes during these is taken note of.
     with StopRequest(owns_process=True) as stop:
-        from srpo_jax.config import load_recipe
+        from srpo_jax.recipe.recipe import load_recipe
 
         recipe = load_recipe(args.recipe, args.overrides)
         from srpo_jax import trainer

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.cli import Parser, entry
-from srpo_jax.config import Recipe, RecipeError, load_recipe
+from srpo_jax.recipe.recipe import Recipe, RecipeError, load_recipe
 
 RECIPES = ("configs/quickstart_math.yaml", "configs/quickstart_search.yaml")
 LENGTH = 256  # tokens of a packed sequence
@@ -152,8 +152,8 @@ def _examples(recipe: Recipe, poor: float, episodes: int, seed: int, progress, b
     from envs.math.teacher import reply as math_teacher
     from envs.search.teacher import invent_names
     from envs.search.teacher import reply as search_teacher
-    from srpo_jax.data import task_sets
-    from srpo_jax.plugins import build_workflow
+    from srpo_jax.recipe.plugins import build_workflow
+    from srpo_jax.recipe.tasks import task_sets
     from srpo_jax.warm_start import transcripts
 
     teacher = {"math": math_teacher, "search": search_teacher}[recipe.workflow.name]

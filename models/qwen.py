@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from models.attention import Attention, causal_attention
+from models.attention.sequence import Attention, causal_attention
 from models.config import ModelConfig
 from models.partition import Placement
 

@@ -14,23 +14,23 @@ from rich.console import Console
 
 from envs.workflow import Workflow
 from srpo_jax.advantage import row_advantages
-from srpo_jax.batch import ShapeMemory
-from srpo_jax.checkpoint import Checkpoints
-from srpo_jax.config import Recipe
 from srpo_jax.events import split_complete
-from srpo_jax.files import write_json
-from srpo_jax.metrics import EpisodeWriter, MetricLogger, plain_row, write_verdicts
-from srpo_jax.minibatches import apply_truncation, epoch_orders, split_minibatches
-from srpo_jax.optimizer import last_rate
-from srpo_jax.progress import RunProgress
-from srpo_jax.rollout import EpisodePlan, EpisodeResult
-from srpo_jax.run_evaluation import check_failures, evaluate, evaluation_metrics
-from srpo_jax.run_folder import check_run_folder, locked, record_run
-from srpo_jax.run_parts import Parts, build_parts
-from srpo_jax.run_warnings import step_warnings
-from srpo_jax.step_metrics import CV_WINDOW, rollout_metrics, row_metrics, update_metrics
-from srpo_jax.stopping import STOPPED, Stopped, StopRequest
-from srpo_jax.transcript import episode_record
+from srpo_jax.learner.batch import ShapeMemory
+from srpo_jax.learner.optimizer import last_rate
+from srpo_jax.recipe.recipe import Recipe
+from srpo_jax.rollout.rollout import EpisodePlan, EpisodeResult
+from srpo_jax.rollout.transcript import episode_record
+from srpo_jax.run.build import Parts, build_parts
+from srpo_jax.run.checkpoint import Checkpoints
+from srpo_jax.run.evaluate import check_failures, evaluate, evaluation_metrics
+from srpo_jax.run.files import write_json
+from srpo_jax.run.folder import check_run_folder, locked, record_run
+from srpo_jax.run.logs import EpisodeWriter, MetricLogger, plain_row, write_verdicts
+from srpo_jax.run.minibatches import apply_truncation, epoch_orders, split_minibatches
+from srpo_jax.run.progress import RunProgress
+from srpo_jax.run.step_metrics import CV_WINDOW, rollout_metrics, row_metrics, update_metrics
+from srpo_jax.run.stopping import STOPPED, Stopped, StopRequest
+from srpo_jax.run.warnings import step_warnings
 
 DONE = 0
 

@@ -22,9 +22,9 @@ from flax import nnx
 from envs.workflow import Prompt, ScriptedTeam, Task, Workflow
 from models.backward import add_gradients
 from models.qwen import PLAIN, Qwen, split_params
-from srpo_jax.logprob import Vocabulary, token_gradients
-from srpo_jax.prompting import Tokenizer, fit_prompt
-from srpo_jax.yaml_reading import RecipeError
+from srpo_jax.learner.logprob import Vocabulary, token_gradients
+from srpo_jax.recipe.yaml import RecipeError
+from srpo_jax.rollout.prompting import Tokenizer, fit_prompt
 
 Rewrite = Callable[[list[str], random.Random], list[str]]
 Teacher = Callable[[str, Any, Task, random.Random, float], str]

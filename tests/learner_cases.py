@@ -12,12 +12,12 @@ from flax import nnx
 
 from models.config import ModelConfig
 from models.qwen import Qwen, split_params
-from srpo_jax.batch import EventBatch, build_batch
 from srpo_jax.events import Event, Member
-from srpo_jax.learner import Learner
-from srpo_jax.learner_programs import LearnerSettings
+from srpo_jax.learner.batch import EventBatch, build_batch
+from srpo_jax.learner.learner import Learner
+from srpo_jax.learner.programs import LearnerSettings
+from srpo_jax.learner.sharding import make_mesh
 from srpo_jax.objective import ObjectiveConfig
-from srpo_jax.sharding import make_mesh
 
 VOCAB, REAL_VOCAB = 64, 61  # embedding rows, tokenizer's length
 TEMPERATURE = 0.8

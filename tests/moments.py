@@ -45,9 +45,10 @@ def arm(moment: str, signals: list[str]) -> None:
     if moment == "imports":
         send()
         return
-    import srpo_jax.checkpoint
-    from srpo_jax import run_parts, trainer
+    import srpo_jax.run.checkpoint
+    from srpo_jax import trainer
     from srpo_jax.engine import Engine
+    from srpo_jax.run import build as run_parts
 
     def at(
         owner: Any, name: str, nth: int, *, after: bool = False, do: Callable[[], None] = send
@@ -107,7 +108,7 @@ def arm(moment: str, signals: list[str]) -> None:
         case "save":
             at(trainer.Checkpoints, "save", 2, after=True)
         case "checksums":
-            at(srpo_jax.checkpoint, "checksums", 2)
+            at(srpo_jax.run.checkpoint, "checksums", 2)
         case "export":
             at(run_parts.Parts, "export", 1)
         case seconds:
@@ -128,9 +129,9 @@ def main(moment: str, signals: str, *arguments: str) -> None:
         arm(moment, signals.split(","))
         return load_recipe(*args, **kwargs)
 
-    import srpo_jax.config
+    import srpo_jax.recipe.recipe
 
-    load_recipe, srpo_jax.config.load_recipe = srpo_jax.config.load_recipe, armed
+    load_recipe, srpo_jax.recipe.recipe.load_recipe = srpo_jax.recipe.recipe.load_recipe, armed
     entry(lambda: train.main(list(arguments)), tear_down=False)
 
 

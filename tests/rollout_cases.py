@@ -9,7 +9,7 @@ import numpy as np
 
 from envs.workflow import Cut, Outcome, Prompt, Score, Task
 from srpo_jax.engine import Completion, PromptTooLong
-from srpo_jax.rollout import EpisodePlan, Rollout, SamplingConfig
+from srpo_jax.rollout.rollout import EpisodePlan, Rollout, SamplingConfig
 
 CONFIG = SamplingConfig(prompt_tokens=64, response_tokens=8, episode_seconds=20, tool_seconds=20)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from envs.workflow import Score
 from models.convert import save_hf
-from srpo_jax.config import Recipe, parse_recipe
-from srpo_jax.metrics import episode_steps, read_episodes, read_metrics, read_verdicts
+from srpo_jax.recipe.recipe import Recipe, parse_recipe
+from srpo_jax.run.logs import episode_steps, read_episodes, read_metrics, read_verdicts
 from tests.learner_cases import tiny_model
 
 TOKENIZER = Path(__file__).parent / "data" / "tiny_tokenizer"

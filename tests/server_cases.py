@@ -13,9 +13,9 @@ import numpy as np
 
 from models.convert import load_hf
 from models.qwen import split_params
-from srpo_jax.completion_server import CompletionServer
 from srpo_jax.engine import Engine, Request, request_key
-from srpo_jax.remote_engine import RemoteEngine
+from srpo_jax.engine.remote import RemoteEngine
+from srpo_jax.engine.server import CompletionServer
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "assets" / "tiny_team"

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.attention import blocked_attention, plain_attention
+from models.attention.sequence import blocked_attention, plain_attention
 
 
 def inputs(T, N, Kv, H, dtype=jnp.float32, B=3):

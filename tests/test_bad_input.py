@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from launch.cli import entry
-from srpo_jax.metrics import EpisodeWriter, MetricLogger
+from srpo_jax.run.logs import EpisodeWriter, MetricLogger
 from tests.test_launch import episode
 
 COMMANDS = {

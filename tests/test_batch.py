@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from srpo_jax.batch import build_batch
-from srpo_jax.buckets import bucket
 from srpo_jax.events import Event, Member
-from srpo_jax.packing import best_fit
+from srpo_jax.learner.batch import build_batch
+from srpo_jax.learner.buckets import bucket
+from srpo_jax.learner.packing import best_fit
 from tests.learner_cases import advantages_of, events_of
 
 

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.attention import plain_attention
-from models.cache_attention import (
+from models.attention.cache import (
     PLAIN,
     Pages,
     cache_attention,
@@ -18,6 +17,7 @@ from models.cache_attention import (
     write_pages,
     write_tokens,
 )
+from models.attention.sequence import plain_attention
 from srpo_jax.engine.pages import Node
 from srpo_jax.engine.plan import RowPages, Shapes, decode_work
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from launch.cli import exit_code
-from srpo_jax.checkpoint import CheckpointFailed, Checkpoints
-from srpo_jax.config import OptimizerConfig
-from srpo_jax.files import write_json
-from srpo_jax.optimizer import make_optimizer
-from srpo_jax.sharding import make_mesh
+from srpo_jax.learner.optimizer import make_optimizer
+from srpo_jax.learner.sharding import make_mesh
+from srpo_jax.recipe.recipe import OptimizerConfig
+from srpo_jax.run.checkpoint import CheckpointFailed, Checkpoints
+from srpo_jax.run.files import write_json
 from tests.learner_cases import batch_of, bit_equal, events_of, host, make_learner, tiny_model
 
 
@@ -155,7 +155,7 @@ def test_a_save_that_failed_is_raised_by_the_next_call_in_one_line(tmp_path, mon
     def full(path, value):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr("srpo_jax.checkpoint.write_json", full)
+    monkeypatch.setattr("srpo_jax.run.checkpoint.write_json", full)
     checkpoints.save(2, {"x": jnp.ones(3)}, {})
     with pytest.raises(CheckpointFailed, match=r"/2: this checkpoint.*No space left") as caught:
         checkpoints.save(3, {"x": jnp.ones(3)}, {})

@@ -17,14 +17,13 @@ from rich.console import Console
 
 from launch.cli import entry
 from launch.compile_check import LIBTPU_ENVIRONMENT, main
-from models.cache_attention import PLAIN
+from models.attention.cache import PLAIN
 from models.config import CheckpointError, ModelConfig
 from models.known_configs import find_architecture
 from models.qwen import Qwen
-from srpo_jax import compile_report
-from srpo_jax.abstract_engine import abstract_engine
-from srpo_jax.abstract_update import AbstractUpdate, abstract_update, update_phases
-from srpo_jax.compile_report import (
+from srpo_jax.compile_check import report as compile_report
+from srpo_jax.compile_check.engine import abstract_engine
+from srpo_jax.compile_check.report import (
     GIB,
     Collective,
     Collectives,
@@ -38,12 +37,13 @@ from srpo_jax.compile_report import (
     phase_table,
     read_collectives,
 )
-from srpo_jax.config import Recipe, load_recipe
-from srpo_jax.learner import Learner
-from srpo_jax.optimizer import make_optimizer
-from srpo_jax.run_parts import learner_settings
-from srpo_jax.sharding import make_mesh
-from srpo_jax.yaml_reading import RecipeError
+from srpo_jax.compile_check.update import AbstractUpdate, abstract_update, update_phases
+from srpo_jax.learner.learner import Learner
+from srpo_jax.learner.optimizer import make_optimizer
+from srpo_jax.learner.sharding import make_mesh
+from srpo_jax.recipe.recipe import Recipe, load_recipe
+from srpo_jax.recipe.yaml import RecipeError
+from srpo_jax.run.build import learner_settings
 from tests.learner_cases import batch_of
 
 # ---- collectives ---------------------------------------------------------------------------------
@@ -469,7 +469,7 @@ def test_what_the_attention_does_not_take_is_said_in_a_line(recipe_file, monkeyp
         raise ValueError("no such heads")
 
     monkeypatch.setattr(
-        "srpo_jax.abstract_engine.cache_attention_on", lambda _: PLAIN._replace(room=refused)
+        "srpo_jax.compile_check.engine.cache_attention_on", lambda _: PLAIN._replace(room=refused)
     )
     recipe = load_recipe(recipe_file)
     with pytest.raises(RecipeError, match=r"^rollout: no such heads$"):

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 from models.tokenizer import ChatTokenizer
-from srpo_jax.completion_server import MAX_BODY, MAX_MESSAGE, CompletionServer, parse_request
 from srpo_jax.engine import Request
+from srpo_jax.engine.server import MAX_BODY, MAX_MESSAGE, CompletionServer, parse_request
 from tests.server_cases import (
     TINY,
     VERSION,

@@ -29,9 +29,9 @@ from models.convert import load_hf, save_hf
 from models.flax_folder import load_flax
 from models.partition import param_spec
 from models.qwen import split_params
-from srpo_jax.checkpoint import Checkpoints
-from srpo_jax.learner import TrainState
-from srpo_jax.yaml_reading import RecipeError
+from srpo_jax.learner.learner import TrainState
+from srpo_jax.recipe.yaml import RecipeError
+from srpo_jax.run.checkpoint import Checkpoints
 from tests.make_golden import CASES, GOLDEN
 from tests.make_tiny_tokenizer import TINY
 from tests.test_model_config import CONFIG

@@ -8,9 +8,16 @@ from collections import Counter
 import pytest
 
 from envs.workflow import Task
-from srpo_jax.config import TaskSet, parse_recipe
-from srpo_jax.data import DataError, RecipeTasks, TaskStream, check_prompts, resolve, task_sets
-from srpo_jax.yaml_reading import parse_yaml
+from srpo_jax.recipe.recipe import TaskSet, parse_recipe
+from srpo_jax.recipe.tasks import (
+    DataError,
+    RecipeTasks,
+    TaskStream,
+    check_prompts,
+    resolve,
+    task_sets,
+)
+from srpo_jax.recipe.yaml import parse_yaml
 
 
 def tasks(n: int) -> list[Task]:

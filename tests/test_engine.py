@@ -15,7 +15,7 @@ from models.convert import load_hf
 from models.qwen import Qwen, split_params
 from models.tiny import tiny_config
 from srpo_jax.engine import Engine, PromptTooLong, Request, request_key
-from srpo_jax.logprob import Vocabulary, token_scores
+from srpo_jax.learner.logprob import Vocabulary, token_scores
 from tests.make_golden import CASES, GOLDEN
 
 VOCAB = 60  # of the checkpoints' 64 embedding rows

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from models.gpu_cache_attention import gpu_cache_attention
-from models.tpu_cache_attention import tpu_cache_attention
+from models.attention.cache_gpu import gpu_cache_attention
+from models.attention.cache_tpu import tpu_cache_attention
 from srpo_jax.engine import engine as engine_module
 from tests.test_engine import bits, checkpoint, make_engine, new_request
 

@@ -13,7 +13,7 @@ from models.convert import load_hf
 from models.qwen import split_params
 from models.tiny import tiny_config
 from srpo_jax.engine.layout import check_tensor, engine_mesh, key_head_copies
-from srpo_jax.sharding import AXES
+from srpo_jax.learner.sharding import AXES
 from tests.make_golden import GOLDEN
 from tests.test_engine import bits, checkpoint, make_engine, new_request
 

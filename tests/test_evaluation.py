@@ -26,8 +26,8 @@ from srpo_jax.evaluation import (
     summarise_cost,
     u_tok,
 )
-from srpo_jax.rollout import Rollout
-from srpo_jax.run_evaluation import TrainingFailed, check_failures, evaluate, evaluation_metrics
+from srpo_jax.rollout.rollout import Rollout
+from srpo_jax.run.evaluate import TrainingFailed, check_failures, evaluate, evaluation_metrics
 from tests.rollout_cases import CONFIG, FakeEngine, Letters, State, TwoTurns, render
 
 CORRECT = np.array([[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=bool)

@@ -11,19 +11,19 @@ from rich.console import Console
 
 from launch import show
 from launch.evaluate import main
-from srpo_jax import run_parts
-from srpo_jax.evaluation_run import (
+from srpo_jax.recipe.files import flat
+from srpo_jax.recipe.yaml import RecipeError
+from srpo_jax.rollout.rollout import Rollout
+from srpo_jax.run import build as run_parts
+from srpo_jax.run.evaluation_folder import (
     check_folder,
     evaluate_and_keep,
     evaluation_recipe,
     model_content,
 )
-from srpo_jax.metrics import read_episodes, read_verdicts
-from srpo_jax.recipe_files import flat
-from srpo_jax.rollout import Rollout
-from srpo_jax.run_folder import RunFolderBusy, locked
+from srpo_jax.run.folder import RunFolderBusy, locked
+from srpo_jax.run.logs import read_episodes, read_verdicts
 from srpo_jax.trainer import run
-from srpo_jax.yaml_reading import RecipeError
 from tests.learner_cases import one_device
 from tests.run_cases import EVAL_EPISODES, noisy_reward, recipe_content, tiny_recipe
 from tests.test_bad_input import refusal

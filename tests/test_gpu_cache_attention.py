@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as Spec
 
-from models import gpu_cache_attention as gpu
-from models.cache_attention import PLAIN, Pages, Work
+from models.attention import cache_gpu as gpu
+from models.attention.cache import PLAIN, Pages, Work
 from srpo_jax.engine.pages import Node
 from srpo_jax.engine.plan import RowPages, Shapes, decode_work, prefill_pages
 

@@ -1,7 +1,7 @@
 """Verdicts on pairs of the kinds of AIME, AMC, MATH500, Minerva and OlympiadBench.
 
 ``firm`` pairs are right or wrong by mathematics; ``policy`` pairs by the conventions of
-envs/math/grading.py, and say what these are now.
+envs/math/grading, and say what these are now.
 """
 
 from __future__ import annotations

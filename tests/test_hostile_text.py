@@ -13,11 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from envs.math import answers, compare, latex, names, numbers, symbols, units
 from envs.math import parsing as math_parsing
-from envs.math.compare import same_answer
-from envs.math.grading import Grade, GraderPool, grade
-from envs.math.numbers import Undecided
+from envs.math.grading import (
+    Grade,
+    GraderPool,
+    answers,
+    compare,
+    grade,
+    latex,
+    names,
+    numbers,
+    symbols,
+    units,
+)
+from envs.math.grading.compare import same_answer
+from envs.math.grading.numbers import Undecided
 from envs.search import parsing as search_parsing
 from envs.search.parsing import Malformed
 
@@ -94,11 +104,11 @@ FAMILIES = {
 }
 # Patterns that only whole texts are matched with: a search of theirs would take quadratic time.
 ANCHORED = {
-    "envs.math.answers._BASE",
-    "envs.math.answers._MATRIX",
-    "envs.math.numbers._NUMBER_FORMS",
-    "envs.math.numbers._PLAIN",
-    "envs.math.units._PLAIN_TAIL",
+    "envs.math.grading.answers._BASE",
+    "envs.math.grading.answers._MATRIX",
+    "envs.math.grading.numbers._NUMBER_FORMS",
+    "envs.math.grading.numbers._PLAIN",
+    "envs.math.grading.units._PLAIN_TAIL",
     "envs.search.parsing._WORKER",
 }
 

@@ -15,9 +15,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from models import gpu_attention as gpu
-from models import splash_attention as splash
-from models.attention import plain_attention
+from models.attention import sequence_gpu as gpu
+from models.attention import sequence_tpu as splash
+from models.attention.sequence import plain_attention
 
 AXES = ("data", "fsdp", "tensor")
 TPU_KERNEL = 'custom_call_target="tpu_custom_call"'

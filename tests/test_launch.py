@@ -16,8 +16,8 @@ from launch import report, show
 from launch.cli import entry, visible
 from launch.evaluate import results_tables
 from srpo_jax.evaluation import BenchmarkResult, EpisodeCost
-from srpo_jax.metrics import EpisodeWriter, MetricLogger
-from srpo_jax.yaml_reading import RecipeError
+from srpo_jax.recipe.yaml import RecipeError
+from srpo_jax.run.logs import EpisodeWriter, MetricLogger
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ["train", "evaluate", "sweep", "show", "report", "rehearse", "compile_check", "serve"]

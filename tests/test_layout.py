@@ -62,7 +62,7 @@ def test_imports_run_one_way(package):
         ("envs", "def f():\n    import jax.numpy as jnp"),
         ("envs", "from models.qwen import Qwen"),
         ("models", "from envs import workflow"),
-        ("models", "import srpo_jax.batch"),
+        ("models", "import srpo_jax.learner.batch"),
         ("srpo_jax", "from launch.cli import entry"),
     ],
 )
@@ -82,7 +82,7 @@ def test_files_stay_readable(package):
 
 def test_the_workflow_protocol_loads_without_jax():
     code = (
-        "import sys, envs.workflow, srpo_jax.config, launch.cli\n"
+        "import sys, envs.workflow, srpo_jax.recipe.recipe, launch.cli\n"
         f"print(*sorted({JAX!r} & set(sys.modules)))"
     )
     done = subprocess.run(

@@ -12,11 +12,11 @@ import pytest
 from flax import nnx
 
 from models.qwen import split_params
-from srpo_jax.config import OptimizerConfig
-from srpo_jax.learner import GateError
+from srpo_jax.learner.learner import GateError
+from srpo_jax.learner.optimizer import make_optimizer
+from srpo_jax.learner.sharding import make_mesh
 from srpo_jax.objective import ObjectiveConfig, setwise_objective
-from srpo_jax.optimizer import make_optimizer
-from srpo_jax.sharding import make_mesh
+from srpo_jax.recipe.recipe import OptimizerConfig
 from tests.learner_cases import (
     REAL_VOCAB,
     TEMPERATURE,

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from models.qwen import REMAT_POLICIES
-from srpo_jax.batch import ShapeMemory, build_batch
-from srpo_jax.config import OptimizerConfig
+from srpo_jax.learner.batch import ShapeMemory, build_batch
+from srpo_jax.learner.optimizer import make_optimizer
+from srpo_jax.learner.sharding import make_mesh
 from srpo_jax.objective import ObjectiveConfig
-from srpo_jax.optimizer import make_optimizer
-from srpo_jax.sharding import make_mesh
+from srpo_jax.recipe.recipe import OptimizerConfig
 from tests.learner_cases import (
     advantages_of,
     batch_of,

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from srpo_jax import logprob
-from srpo_jax.logprob import (
+from srpo_jax.learner import logprob
+from srpo_jax.learner.logprob import (
     Vocabulary,
     chunk_tokens,
     token_gradients,
     token_scores,
 )
-from srpo_jax.sharding import make_mesh
+from srpo_jax.learner.sharding import make_mesh
 
 B, T, D, V, REAL = 8, 6, 5, 37, 31  # V divides by neither 2 nor 4
 MESHES = [(1, 1, 1), (2, 1, 2), (1, 4, 1), (1, 1, 4)]

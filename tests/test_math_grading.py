@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.math.compare import same_answer
 from envs.math.grading import Grade, GraderPool, grade
-from envs.math.latex import matching_end, split_top
-from envs.math.numbers import Undecided, answer_key, parse_number
+from envs.math.grading.compare import same_answer
+from envs.math.grading.latex import matching_end, split_top
+from envs.math.grading.numbers import Undecided, answer_key, parse_number
 
 _FILE = Path(__file__).parent / "data/math_grading.jsonl"
 PAIRS = [json.loads(line) for line in _FILE.read_text().splitlines()]

@@ -17,7 +17,7 @@ from benchmarks import math_round
 from benchmarks.math_round import Speed
 from benchmarks.peer_environments import PeerError
 from launch.cli import exit_code
-from srpo_jax.run_parts import build_parts
+from srpo_jax.run.build import build_parts
 from tests.run_cases import GROUP, TASKS_PER_STEP, noisy_reward, tiny_recipe
 
 DELAY = 0.05  # seconds

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event
 
 from launch.cli import exit_code
-from srpo_jax.metrics import (
+from srpo_jax.run.logs import (
     EpisodeWriter,
     MetricLogger,
     RunFileError,

@@ -11,9 +11,7 @@ import pytest
 
 from models.partition import tree_shardings
 from models.qwen import split_params
-from srpo_jax.checkpoint import Checkpoints
-from srpo_jax.config import OptimizerConfig
-from srpo_jax.optimizer import (
+from srpo_jax.learner.optimizer import (
     decay_mask,
     last_rate,
     learning_rate,
@@ -22,7 +20,9 @@ from srpo_jax.optimizer import (
     opt_state_shardings,
     round_stochastically,
 )
-from srpo_jax.sharding import make_mesh, replicated
+from srpo_jax.learner.sharding import make_mesh, replicated
+from srpo_jax.recipe.recipe import OptimizerConfig
+from srpo_jax.run.checkpoint import Checkpoints
 from tests.learner_cases import bit_equal, tiny_model
 
 STORED = ("float32", "bfloat16")

@@ -11,9 +11,9 @@ import optax
 import pytest
 
 from models.known_configs import find_architecture
-from srpo_jax.abstract_update import abstract_model
-from srpo_jax.config import OptimizerConfig
-from srpo_jax.learner_programs import (
+from srpo_jax.compile_check.update import abstract_model
+from srpo_jax.learner.optimizer import apply_by_leaf, make_optimizer
+from srpo_jax.learner.programs import (
     Accumulated,
     LearnerSettings,
     TrainState,
@@ -21,7 +21,7 @@ from srpo_jax.learner_programs import (
     state_shardings,
 )
 from srpo_jax.objective_config import ObjectiveConfig
-from srpo_jax.optimizer import apply_by_leaf, make_optimizer
+from srpo_jax.recipe.recipe import OptimizerConfig
 from tests.learner_cases import bit_equal, one_device, tiny_config
 from tests.test_optimizer import draw
 
@@ -168,7 +168,7 @@ def test_what_is_drawn_for_a_step_is_repeated_and_differs_by_step_and_leaf():
 
 def test_the_noise_of_a_rounding_is_uniform_and_uncorrelated():
     """Standard scores of its mean, and of its correlation along every axis, stay below 4.5."""
-    from srpo_jax.optimizer import _noise
+    from srpo_jax.learner.optimizer import _noise
 
     noise = jax.jit(partial(_noise, shape=(30, 200, 90)))
     x, other = (np.asarray(noise(jnp.uint32(s)), np.float64) / 2**16 - 0.5 for s in (1, 2))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from srpo_jax.progress import REPEAT_WARNING, RunProgress, span
-from srpo_jax.run_warnings import step_warnings
+from srpo_jax.run.progress import REPEAT_WARNING, RunProgress, span
+from srpo_jax.run.warnings import step_warnings
 
 
 class Display:

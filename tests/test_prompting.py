@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from envs.workflow import Cut, EpisodeFailed, Prompt
 from models.tokenizer import ChatTokenizer
-from srpo_jax.prompting import MARK, equal_share, fit_prompt
+from srpo_jax.rollout.prompting import MARK, equal_share, fit_prompt
 from tests.make_tiny_tokenizer import TINY
 
 

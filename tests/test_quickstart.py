@@ -10,8 +10,8 @@ from rich.console import Console
 from launch.quickstart import RECIPES, before_after_table
 from models.convert import load_hf
 from models.tokenizer import ChatTokenizer
-from srpo_jax.config import load_recipe
-from srpo_jax.metrics import read_verdicts, write_verdicts
+from srpo_jax.recipe.recipe import load_recipe
+from srpo_jax.run.logs import read_verdicts, write_verdicts
 
 ROOT = Path(__file__).parents[1]
 ASSET = ROOT / "assets" / "tiny_team"

@@ -16,8 +16,8 @@ import pytest
 from envs.workflow import Outcome, Prompt, Score, Task, Workflow
 from models.tokenizer import ChatTokenizer
 from srpo_jax.engine import Request
-from srpo_jax.remote_engine import RemoteEngineError, StalePolicy, parse_answer
-from srpo_jax.rollout import EpisodePlan, Rollout, SamplingConfig
+from srpo_jax.engine.remote import RemoteEngineError, StalePolicy, parse_answer
+from srpo_jax.rollout.rollout import EpisodePlan, Rollout, SamplingConfig
 from tests.server_cases import (
     TINY,
     VERSION,

@@ -19,11 +19,13 @@ from models.convert import load_hf
 from models.qwen import split_params
 from models.tiny import tiny_config
 from models.tokenizer import ChatTokenizer
-from srpo_jax import completion_server, run_evaluation, run_parts
-from srpo_jax.completion_server import CompletionServer
 from srpo_jax.engine import Engine
+from srpo_jax.engine import server as completion_server
 from srpo_jax.engine.layout import fewest_devices
-from srpo_jax.yaml_reading import RecipeError, dump_yaml
+from srpo_jax.engine.server import CompletionServer
+from srpo_jax.recipe.yaml import RecipeError, dump_yaml
+from srpo_jax.run import build as run_parts
+from srpo_jax.run import evaluate as run_evaluation
 from tests.learner_cases import one_device
 from tests.run_cases import EVAL_EPISODES, recipe_content, tiny_recipe
 from tests.test_remote_engine import NO_URLS

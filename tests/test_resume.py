@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from srpo_jax.metrics import read_metrics
-from srpo_jax.yaml_reading import dump_yaml
+from srpo_jax.recipe.yaml import dump_yaml
+from srpo_jax.run.logs import read_metrics
 from tests.run_cases import left_behind, recipe_content
 
 ROOT = Path(__file__).parents[1]

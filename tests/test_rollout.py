@@ -19,11 +19,11 @@ from models.qwen import Qwen, split_params
 from models.tiny import tiny_config
 from models.tokenizer import ChatTokenizer
 from srpo_jax.engine import Engine, request_key
-from srpo_jax.rollout import Rollout, SamplingConfig, count_failures
-from srpo_jax.run_warnings import step_warnings
-from srpo_jax.step_metrics import rollout_metrics
-from srpo_jax.transcript import episode_record
-from srpo_jax.user_code import UserCodeError
+from srpo_jax.rollout.rollout import Rollout, SamplingConfig, count_failures
+from srpo_jax.rollout.transcript import episode_record
+from srpo_jax.rollout.user_code import UserCodeError
+from srpo_jax.run.step_metrics import rollout_metrics
+from srpo_jax.run.warnings import step_warnings
 from tests.make_tiny_tokenizer import TINY
 from tests.rollout_cases import (
     CONFIG,

@@ -15,9 +15,10 @@ import pytest
 from rich.console import Console
 
 from launch.cli import exit_code, message
-from srpo_jax import run_parts, trainer
-from srpo_jax.run_folder import RunFolderBusy, digest, locked, record_run
-from srpo_jax.yaml_reading import RecipeError, dump_yaml
+from srpo_jax import trainer
+from srpo_jax.recipe.yaml import RecipeError, dump_yaml
+from srpo_jax.run import build as run_parts
+from srpo_jax.run.folder import RunFolderBusy, digest, locked, record_run
 from tests.learner_cases import one_device
 from tests.run_cases import left_behind, noisy_reward, tiny_recipe
 
@@ -41,7 +42,7 @@ HOLDER = """
 import sys, time
 from dataclasses import asdict
 from pathlib import Path
-from srpo_jax.run_folder import locked
+from srpo_jax.run.folder import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -17,7 +17,7 @@ from srpo_jax.engine.sampling import (
     row_uniforms,
     token_logits,
 )
-from srpo_jax.logprob import Vocabulary, token_scores
+from srpo_jax.learner.logprob import Vocabulary, token_scores
 
 BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 inverse_cdf = jax.jit(sampling.inverse_cdf)

@@ -19,9 +19,10 @@ import pytest
 from launch import serve, serve_retriever
 from launch.cli import entry
 from models.tokenizer import ChatTokenizer
-from srpo_jax import completion_server, run_engine
 from srpo_jax.engine import Engine
-from srpo_jax.yaml_reading import dump_yaml
+from srpo_jax.engine import server as completion_server
+from srpo_jax.recipe.yaml import dump_yaml
+from srpo_jax.run import build_engine as run_engine
 from tests.run_cases import recipe_content
 from tests.server_cases import (
     ROOT,

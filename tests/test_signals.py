@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from srpo_jax.yaml_reading import dump_yaml
+from srpo_jax.recipe.yaml import dump_yaml
 from tests.moments import MOMENTS
 from tests.run_cases import left_behind, recipe_content
 

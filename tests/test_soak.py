@@ -9,8 +9,9 @@ import threading
 import pytest
 from rich.console import Console
 
-from srpo_jax import run_parts, trainer
-from srpo_jax.metrics import read_metrics
+from srpo_jax import trainer
+from srpo_jax.run import build as run_parts
+from srpo_jax.run.logs import read_metrics
 from tests.learner_cases import one_device
 from tests.run_cases import noisy_reward, tiny_recipe
 

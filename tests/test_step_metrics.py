@@ -10,8 +10,8 @@ import pytest
 
 from srpo_jax.advantage import AdvantageConfig, row_advantages
 from srpo_jax.events import Episode, Event, Member, split_complete
-from srpo_jax.minibatches import apply_truncation
-from srpo_jax.step_metrics import CV_WINDOW, rollout_metrics, row_metrics, update_metrics
+from srpo_jax.run.minibatches import apply_truncation
+from srpo_jax.run.step_metrics import CV_WINDOW, rollout_metrics, row_metrics, update_metrics
 
 NAN = float("nan")
 

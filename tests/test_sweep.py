@@ -23,7 +23,7 @@ from launch.sweep import (
     run_sweep,
     seed_table,
 )
-from srpo_jax.config import RecipeError, load_recipe
+from srpo_jax.recipe.recipe import RecipeError, load_recipe
 
 RECIPE = """
 name: tiny

@@ -22,7 +22,7 @@ import pytest
 
 from envs.tool_threads import ToolThreads
 from envs.workflow import EpisodeFailed, Outcome, Score, ScriptedTeam
-from srpo_jax.rollout import Rollout, count_failures
+from srpo_jax.rollout.rollout import Rollout, count_failures
 from tests.rollout_cases import CONFIG, FakeEngine, Letters, State, TwoTurns, plans_of, render, run
 
 NEVER = threading.Event()

@@ -15,8 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from models.cache_attention import PLAIN, Pages, Work, new_partial
-from models.tpu_cache_attention import tpu_cache_attention
+from models.attention.cache import PLAIN, Pages, Work, new_partial
+from models.attention.cache_tpu import tpu_cache_attention
 from srpo_jax.engine.pages import Node
 from srpo_jax.engine.plan import RowPages, Shapes, decode_work
 

@@ -20,17 +20,18 @@ from safetensors.numpy import load_file, save_file
 from envs.workflow import Cut, Outcome, Prompt, Score, Task
 from models.convert import load_hf
 from models.qwen import split_params
-from srpo_jax import run_parts, trainer
-from srpo_jax.batch import build_batch
+from srpo_jax import trainer
 from srpo_jax.events import split_complete
-from srpo_jax.learner import Learner
-from srpo_jax.metrics import episode_steps, read_episodes, read_metrics
-from srpo_jax.minibatches import apply_truncation, split_minibatches
-from srpo_jax.run_evaluation import TrainingFailed, evaluate
-from srpo_jax.run_parts import build_parts
-from srpo_jax.step_metrics import row_metrics
-from srpo_jax.stopping import Stopped, StopRequest
-from srpo_jax.yaml_reading import RecipeError
+from srpo_jax.learner.batch import build_batch
+from srpo_jax.learner.learner import Learner
+from srpo_jax.recipe.yaml import RecipeError
+from srpo_jax.run import build as run_parts
+from srpo_jax.run.build import build_parts
+from srpo_jax.run.evaluate import TrainingFailed, evaluate
+from srpo_jax.run.logs import episode_steps, read_episodes, read_metrics
+from srpo_jax.run.minibatches import apply_truncation, split_minibatches
+from srpo_jax.run.step_metrics import row_metrics
+from srpo_jax.run.stopping import Stopped, StopRequest
 from tests.learner_cases import advantages_of, bit_equal, events_of, host, one_device
 from tests.run_cases import (
     EVAL_EPISODES,

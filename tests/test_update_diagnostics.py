@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from srpo_jax.update_diagnostics import member_covariance, ratio_quantiles, update_diagnostics
+from srpo_jax.run.update_diagnostics import member_covariance, ratio_quantiles, update_diagnostics
 
 
 def rows_of(events):

@@ -10,11 +10,11 @@ import pytest
 
 from envs.workflow import Cut, EpisodeFailed, Outcome, Prompt, Score
 from launch.cli import exit_code
-from srpo_jax.plugins import check_reward, check_workflow, load_object
-from srpo_jax.rollout import count_failures
-from srpo_jax.step_metrics import rollout_metrics
-from srpo_jax.user_code import UserCodeError, raised_at
-from srpo_jax.yaml_reading import RecipeError
+from srpo_jax.recipe.plugins import check_reward, check_workflow, load_object
+from srpo_jax.recipe.yaml import RecipeError
+from srpo_jax.rollout.rollout import count_failures
+from srpo_jax.rollout.user_code import UserCodeError, raised_at
+from srpo_jax.run.step_metrics import rollout_metrics
 from tests.rollout_cases import run
 
 TEAM = """

@@ -19,13 +19,13 @@ from launch.warm_start import main
 from models.qwen import Qwen
 from models.tiny import tiny_config, train_tokenizer
 from models.tokenizer import ChatTokenizer
+from srpo_jax.recipe.yaml import RecipeError
 from srpo_jax.warm_start import (
     encode_examples,
     pack_examples,
     train_supervised,
     transcripts,
 )
-from srpo_jax.yaml_reading import RecipeError
 
 TASKS = [
     Task(f"t{i}", f"{a} + {b}", str(a + b), extra={"expression": f"{a}+{b}"})

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from srpo_jax.config import RecipeError, load_recipe, parse_recipe
-from srpo_jax.yaml_reading import parse_yaml, read_yaml
+from srpo_jax.recipe.recipe import RecipeError, load_recipe, parse_recipe
+from srpo_jax.recipe.yaml import parse_yaml, read_yaml
 from tests.test_config import MINIMAL
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

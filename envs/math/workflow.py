@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from envs.math.grading import Grade, default_pool, grade
-from envs.math.numbers import answer_key
+from envs.math.grading.numbers import answer_key
 from envs.math.parsing import STOP, last_boxed, parse_final, parse_route, parse_verdict
 from envs.math.prompts import STYLES, MathState, Turn, render
 from envs.tool_threads import ToolThreads

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from models.cache_attention import CacheAttention
+from models.attention.cache import CacheAttention
 from models.config import ModelConfig
 from srpo_jax.engine.layout import (
     REPLICA,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from models.cache_attention import GROUP, Work
+from models.attention.cache import GROUP, Work
 from srpo_jax.engine.pages import UNUSED, Node
 from srpo_jax.engine.programs import Prefill
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from models.cache_attention import CacheAttention, Pages, Work, new_pages
+from models.attention.cache import CacheAttention, Pages, Work, new_pages
 from models.config import ModelConfig
 from models.qwen import rope_tables
 from srpo_jax.engine.layout import REPLICA, TENSOR, Weights, weight_specs

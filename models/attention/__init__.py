@@ -1,0 +1,1 @@
+"""Attention over sequences and over a KV cache: plain forms, and kernels for TPU and GPU."""

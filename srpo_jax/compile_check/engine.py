@@ -1,0 +1,113 @@
+"""A recipe's engine on devices that need not be there: its programs, compiled, and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from models.attention.cache import cache_attention_on
+from models.known_configs import Architecture
+from srpo_jax.compile_check.report import (
+    OutOfMemory,
+    Phase,
+    ProgramReport,
+    bytes_per_device,
+    compiled_report,
+)
+from srpo_jax.compile_check.update import abstract_model
+from srpo_jax.engine.build import EnginePrograms, build_programs
+from srpo_jax.engine.layout import REPLICA, TENSOR
+from srpo_jax.recipe.recipe import Recipe
+from srpo_jax.recipe.yaml import RecipeError
+from srpo_jax.run.build_engine import (
+    cache_budget,
+    engine_settings,
+    engine_shapes,
+    recipe_line,
+    settings_mesh,
+)
+
+
+@dataclass(frozen=True)
+class AbstractEngine:
+    """An engine's programs on the devices of one host, and what a device holds meanwhile.
+
+    kept     bytes of what stays of the learner: parameters, moments, reference
+    weights  bytes of the engine's own copy
+    cache    bytes of the cache, of ``tokens`` tokens a replica
+    """
+
+    programs: EnginePrograms
+    replicas: int
+    tensor: int
+    tokens: int
+    kept: Mapping[str, int]
+    weights: int
+    cache: int
+
+    def compile(self) -> dict[str, ProgramReport]:
+        """Compiles both programs. Raises OutOfMemory."""
+        programs = self.programs
+        arguments = programs.weights, programs.state
+        decode = programs.decode.lower(*arguments, programs.plan, top=False)
+        return {
+            "prefill": compiled_report(
+                "prefill", programs.prefill.lower(*arguments, programs.pages)
+            ),
+            "decode": compiled_report("decode", decode),
+        }
+
+    def phase(self, reports: Mapping[str, ProgramReport]) -> Phase:
+        """What is on a device together during rollout."""
+        scratch = max(report.scratch for report in reports.values())
+        parts = {"engine weights": self.weights, "cache": self.cache, "temporaries": scratch}
+        return Phase("rollout", {**self.kept, **parts})
+
+
+def abstract_engine(
+    recipe: Recipe,
+    architecture: Architecture,
+    devices: Sequence[jax.Device],
+    resident: Mapping[str, int],
+    usable: float,
+) -> AbstractEngine:
+    """The recipe's engine on a host's devices, where ``resident`` bytes of the learner (as
+    AbstractUpdate.resident) leave it the rest of ``usable``.
+
+    Raises RecipeError for a mesh that these devices do not make and what their attention does not
+    take, OutOfMemory where the cache has no room for one call.
+    """
+    config = architecture.config
+    graphdef, params = abstract_model(config, jnp.dtype(recipe.model.param_dtype))
+    num_params = sum(a.size for a in jax.tree.leaves(params))
+    settings = engine_settings(recipe)
+    try:
+        mesh = settings_mesh(settings, config, num_params, devices, usable)
+    except ValueError as error:
+        raise RecipeError(recipe_line(error)) from None
+    tensor, dtype = mesh.shape[TENSOR], settings.dtype
+    kept = {k: v for k, v in resident.items() if k not in ("gradient sums", "batch")}
+    free = usable - sum(kept.values()) - num_params * dtype.itemsize // tensor
+    platform = devices[0].platform
+    shapes = engine_shapes(settings, platform)
+    tokens, one = cache_budget(settings, config, tensor, shapes, free), shapes.request_pages
+    if tokens < one * shapes.page:
+        raise OutOfMemory(
+            f"rollout: beside weights and learner there is room for {tokens} cached tokens, one "
+            f"call needs {one * shapes.page}"
+        )
+    try:
+        programs = build_programs(
+            config, graphdef, params, mesh, cache_attention_on(platform), shapes,
+            pages=tokens // shapes.page + 1, vocab_size=architecture.tokenizer_ids, stop_ids=(0,),
+            burst=settings.burst, dtype=dtype,
+        )  # fmt: skip
+    except ValueError as error:
+        raise RecipeError(recipe_line(error)) from None
+    return AbstractEngine(
+        programs, mesh.shape[REPLICA], tensor, tokens, kept,
+        weights=bytes_per_device(programs.weights), cache=bytes_per_device(programs.state.cache),
+    )  # fmt: skip

@@ -1,0 +1,154 @@
+"""The programs of a recipe's update with arguments of shapes alone, to compile without a device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from models.config import ModelConfig
+from models.known_configs import Architecture
+from models.qwen import Qwen, split_params
+from srpo_jax.compile_check.report import Phase, ProgramReport, bytes_per_device, compiled_report
+from srpo_jax.learner.logprob import TokenScores, chunk_tokens
+from srpo_jax.learner.optimizer import make_optimizer
+from srpo_jax.learner.programs import (
+    Accumulated,
+    EventArrays,
+    Programs,
+    TokenArrays,
+    TokenWeights,
+    TrainState,
+    build_programs,
+    state_shardings,
+)
+from srpo_jax.learner.sharding import batch_shards
+from srpo_jax.recipe.recipe import Recipe
+from srpo_jax.run.build import check_mesh, learner_settings
+
+# The micro-batches that a step's token arrays are sized for: they are small, and the programs'
+# code does not depend on their number.
+MICRO_BATCHES = 64
+
+
+@dataclass(frozen=True)
+class AbstractUpdate:
+    """An update's programs, their arguments as ShapeDtypeStructs, and what stays between them.
+
+    resident    bytes on one device: parameters, moments, gradient sums, batch, and the frozen
+                reference where the objective has one
+    chunks      of tokens in the vocabulary stage of one micro-batch, if every token carries loss
+    num_params  elements of the parameters
+    """
+
+    programs: Programs
+    arguments: Mapping[str, tuple]
+    resident: Mapping[str, int]
+    chunks: int
+    num_params: int
+
+    def compile(self) -> dict[str, ProgramReport]:
+        """Compiles each program; collectives are those of one micro-batch. Raises OutOfMemory."""
+        reports = {}
+        for name, arguments in self.arguments.items():
+            # Open loops: over the micro-batches, and in it over the chunks of tokens with loss.
+            lowered = getattr(self.programs, name).lower(*arguments)
+            reports[name] = compiled_report(name, lowered, (1, self.chunks))
+        return reports
+
+
+def sequence_length(recipe: Recipe) -> int:
+    """Tokens of a training sequence: packed, or one call at its longest."""
+    rollout = recipe.rollout
+    return max(recipe.learner.sequence_tokens or 0, rollout.prompt_tokens + rollout.response_tokens)
+
+
+def abstract_update(recipe: Recipe, architecture: Architecture, mesh: Mesh) -> AbstractUpdate:
+    """The update of a recipe on ``mesh``. Raises RecipeError where its rows do not divide, or its
+    attention is another platform's."""
+    check_mesh(recipe, mesh)
+    S, T, shards = recipe.learner.micro_batch_rows, sequence_length(recipe), batch_shards(mesh)
+    config = architecture.config
+    settings = learner_settings(recipe, architecture.tokenizer_ids)
+    optimizer = make_optimizer(recipe.optimizer, recipe.total_updates)
+    graphdef, params = abstract_model(config, jnp.dtype(recipe.model.param_dtype))
+    where = state_shardings(mesh, params, optimizer)
+    wide = jnp.promote_types(settings.dtype, jnp.float32)
+
+    def array(kind, shape=(), sharding=where.whole):
+        return jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
+
+    def placed(tree, shardings):
+        return jax.tree.map(lambda x, s: array(x.dtype, x.shape, s), tree, shardings)
+
+    def per_token(kind):
+        return array(kind, (MICRO_BATCHES, S, T), where.tokens)
+
+    def per_row(kind):
+        return array(kind, (MICRO_BATCHES * S,))
+
+    int32, float32 = jnp.int32, jnp.float32
+    state = TrainState(
+        placed(params, where.state.params),
+        placed(jax.eval_shape(optimizer.init, params), where.state.opt_state),
+        array(int32),
+    )
+    sums = Accumulated(
+        jax.tree.map(
+            lambda p: array(jnp.promote_types(p.dtype, float32), p.shape, p.sharding), state.params
+        ),
+        array(wide), array(wide),
+    )  # fmt: skip
+    tokens = TokenArrays(
+        *map(per_token, (int32, int32, int32, jnp.bool_, float32, int32))
+    )  # fmt: skip
+    events = EventArrays(
+        row_event=per_row(int32), row_advantage=per_row(float32), row_role=per_row(int32),
+        event_size=per_row(int32), event_advantage=per_row(float32), skipped=array(int32, (3,)),
+    )  # fmt: skip
+    scores = TokenScores(per_token(wide), per_token(wide))
+    weights = TokenWeights(per_token(wide), per_token(wide), per_token(jnp.bool_))
+    has_reference = bool(settings.objective.kl_coef)
+    resident = {
+        "parameters": bytes_per_device(state.params),
+        "moments": bytes_per_device(state.opt_state),
+        "gradient sums": bytes_per_device(sums),
+        "batch": bytes_per_device((tokens, scores, weights)),
+    }
+    if has_reference:
+        resident["reference"] = resident["parameters"]
+    platform = mesh.devices.flat[0].platform
+    chunk = settings.logprob_chunk or chunk_tokens(config.vocab_size, platform)
+    return AbstractUpdate(
+        programs=build_programs(graphdef, optimizer, mesh, settings, where),
+        arguments={
+            "score": (state.params, tokens, array(int32)),
+            "weigh": (scores, scores.logp, scores.logp if has_reference else None, tokens, events),
+            "accumulate": (state.params, tokens, weights, array(int32)),
+            "apply": (state, sums, array(int32)),
+        },
+        resident=resident,
+        chunks=-(-(S // shards) * T // chunk),
+        num_params=sum(math.prod(p.shape) for p in jax.tree.leaves(params)),
+    )
+
+
+def abstract_model(config: ModelConfig, dtype: Any) -> tuple[Any, dict]:
+    return split_params(nnx.eval_shape(lambda: Qwen(config, rngs=nnx.Rngs(0), dtype=dtype)))
+
+
+def update_phases(reports: Mapping[str, ProgramReport], resident: Mapping[str, int]) -> list[Phase]:
+    """What is on a device while each program runs; of the engine nothing is kept in an update."""
+    phases = []
+    for name, report in reports.items():
+        parts = dict(resident) | {"temporaries": report.scratch}
+        if name not in ("accumulate", "apply"):
+            del parts["gradient sums"]
+        phases.append(Phase(name, parts))
+    return phases

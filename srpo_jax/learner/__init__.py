@@ -1,0 +1,1 @@
+"""Events to a gradient: packed batches, log-probs, the update, the optimiser."""

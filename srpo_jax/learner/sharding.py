@@ -1,0 +1,50 @@
+"""The learner's mesh and the shardings of what lives on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from srpo_jax.recipe.yaml import RecipeError
+
+AXES = ("data", "fsdp", "tensor")
+
+
+def make_mesh(
+    data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A (data, fsdp, tensor) mesh over all devices; one size may be -1: the rest.
+
+    Raises RecipeError when the sizes do not multiply to the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = [data, fsdp, tensor]
+    if sizes.count(-1) > 1:
+        raise RecipeError(f"learner.mesh: one axis at most may be -1, got {sizes}")
+    known = int(np.prod([s for s in sizes if s != -1]))
+    sizes = [len(devices) // known if s == -1 else s for s in sizes]
+    if int(np.prod(sizes)) != len(devices):
+        raise RecipeError(
+            f"learner.mesh: data {data} x fsdp {fsdp} x tensor {tensor} does not make "
+            f"{len(devices)} devices; -1 for one of them takes the rest"
+        )
+    grid = np.asarray(devices).reshape(sizes)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of arrays that every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of arrays [M, S, ...]: the sequences of each micro-batch are split over data and fsdp."""
+    return NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp")))
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """The number of pieces that a micro-batch is split into: its row count must divide by this."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]

@@ -1,0 +1,73 @@
+"""What a refused recipe says: the key path, what is wrong with it, and the nearest valid key."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+
+from pydantic import BaseModel, ValidationError
+
+from envs.text_files import short
+from srpo_jax.recipe.yaml import describe
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """A hint for an unknown word: ``did you mean `x`?``, or the list of what there is."""
+    choices = sorted(choices)
+    close = difflib.get_close_matches(word, choices, n=1)
+    if close:
+        return f"did you mean `{close[0]}`?"
+    return f"there is: {', '.join(choices)}" if choices else "there is none"
+
+
+def first_problem(error: ValidationError, schema: type[BaseModel]) -> str:
+    """The first problem as one line: key path, what is wrong, what is near."""
+    problem = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+    keys = [str(key) for key in problem["loc"]]
+    path, value = ".".join(keys), problem["input"]
+    match problem["type"]:
+        case "extra_forbidden":
+            return f"{path}: unknown key, {_nearest_key(keys, schema)}"
+        case "missing":
+            return f"{path}: this key is missing"
+        case "int_type" | "int_from_float":
+            message = "a whole number is due"
+        case "float_type":
+            message = "a number is due"
+        case "bool_type":
+            message = "true or false is due"
+        case "list_type":
+            message = "a list is due"
+        case "string_type":
+            message = "text is due"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            message = "a section of keys is due"
+        case "value_error":
+            return f"{path}: {problem['ctx']['error']}" if path else str(problem["ctx"]["error"])
+        case "literal_error" if isinstance(value, str):
+            choices = problem["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+            return f"{path}: {short(value)} is none of {', '.join(choices)}"
+        case _:
+            message = problem["msg"].replace("Input should be", "must be")
+    return f"{path}: {message}, got {describe(value)}"
+
+
+def _nearest_key(keys: list[str], schema: type[BaseModel]) -> str:
+    """The valid key nearest to an unknown one: the same word elsewhere, a sibling, any other."""
+    paths = list(_key_paths(schema))
+    parent, word = ".".join(keys[:-1]), keys[-1]
+    siblings = [path.rpartition(".")[2] for path in paths if path.rpartition(".")[0] == parent]
+    elsewhere = {path.rpartition(".")[2]: path for path in reversed(paths)}
+    if word not in elsewhere and (close := difflib.get_close_matches(word, siblings, n=1)):
+        return f"did you mean `{'.'.join([*keys[:-1], close[0]])}`?"
+    if close := difflib.get_close_matches(word, elsewhere, n=1):
+        return f"did you mean `{elsewhere[close[0]]}`?"
+    return f"`{parent or 'the recipe'}` has: {', '.join(siblings)}"
+
+
+def _key_paths(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in schema.model_fields.items():
+        yield prefix + name
+        for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _key_paths(kind, f"{prefix}{name}.")

@@ -1,0 +1,229 @@
+"""Workflows, rewards, tasks and retrievers by name or from a user's own file, anywhere on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from envs.workflow import Workflow
+from srpo_jax.recipe.errors import nearest
+from srpo_jax.recipe.recipe import Recipe, RecipeError, RetrieverConfig, WorkflowConfig
+from srpo_jax.rollout.user_code import raised_at
+
+
+def find_file(path: str, folder: Path | None = None) -> Path:
+    """A path of a recipe: absolute, or relative to the recipe's folder, or to the working one.
+
+    Raises RecipeError when there is no such file.
+    """
+    expanded = os.path.expanduser(path)
+    places = [base / expanded for base in (folder, Path.cwd()) if base is not None]
+    for place in places:
+        try:
+            if place.is_file():
+                return place.resolve()
+            if place.is_dir():
+                raise RecipeError(f"{path}: this is a folder, a file is due")
+        except OSError as error:
+            raise RecipeError(f"{path}: {error.strerror}") from None
+    raise RecipeError(f"{path}: no such file (looked for {' and '.join(map(str, places))})")
+
+
+def load_object(spec: str, folder: Path | None = None) -> Any:
+    """What ``path/to/file.py:Name`` names. The file's own folder can be imported from.
+
+    Raises RecipeError: the file is missing, fails to load (its line is named), or has no such name.
+    """
+    path, colon, name = spec.rpartition(":")
+    if not colon or not path.endswith(".py") or not name.isidentifier():
+        raise RecipeError(f"{spec!r}: file.py:Name is due")
+    module = _load_module(find_file(path, folder))
+    if not hasattr(module, name):
+        own = [
+            key
+            for key, value in vars(module).items()
+            if not key.startswith("_") and getattr(value, "__module__", None) == module.__name__
+        ]
+        raise RecipeError(f"{path} has no {name!r}: {nearest(name, own)}")
+    return getattr(module, name)
+
+
+def build_workflow(recipe: Recipe, retriever: Any = None) -> Workflow:
+    """The recipe's workflow; a constructor that takes ``retriever`` gets the recipe's retriever.
+
+    Raises RecipeError naming a wrong argument and the nearest valid one.
+    """
+
+    def own() -> Any:
+        config = recipe.retriever
+        return None if config is None else build_retriever(config, recipe.folder)
+
+    make = own if retriever is None else lambda: retriever
+    return make_workflow(recipe.workflow, recipe.folder, make)
+
+
+def make_workflow(
+    config: WorkflowConfig, folder: Path | None, retriever: Callable[[], Any]
+) -> Workflow:
+    """A workflow from its section. ``retriever`` is called if the constructor takes one.
+
+    ``args.preset`` chooses a preset of the class (``dr_mas``, ...); other args change it.
+    """
+    cls, args = workflow_class(config, folder), dict(config.args)
+    keywords, build = _keywords(cls), cls
+    if "preset" in args and hasattr(cls, "preset"):
+        build = partial(cls.preset, args.pop("preset"))
+    if keywords is not None and "retriever" in keywords and "retriever" not in args:
+        found = retriever()
+        if found is not None:
+            args["retriever"] = found
+    return check_workflow(call_with_args(build, args, keywords, "workflow.args"))
+
+
+def check_workflow(workflow: Any) -> Workflow:
+    """The workflow itself. Raises RecipeError unless it names its roles and has a ``run``."""
+    name = getattr(type(workflow), "__name__", "it")
+    roles = getattr(workflow, "roles", None)
+    listed = isinstance(roles, Sequence) and not isinstance(roles, str)
+    if not listed or not roles or not all(isinstance(role, str) for role in roles):
+        raise RecipeError(
+            f"workflow: {name}.roles is {roles!r}: the names of its roles are due, like "
+            "('solver', 'judge')"
+        )
+    if not callable(getattr(workflow, "run", None)):
+        raise RecipeError(f"workflow: {name} has no `async def run(self, task, team)`")
+    _check_takes(workflow.run, f"workflow: {name}.run", "task", "team")
+    if getattr(workflow, "reward", None) is not None:
+        _check_takes(workflow.reward, f"workflow: {name}.reward", "task", "outcome", "team")
+    return workflow
+
+
+def _check_takes(function: Callable[..., Any], where: str, *arguments: str) -> None:
+    """Raises RecipeError unless a function can be called with these positional arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some built-in ones have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        raise RecipeError(
+            f"{where} takes {signature}, but is called with ({', '.join(arguments)})"
+        ) from None
+
+
+def workflow_class(config: WorkflowConfig, folder: Path | None = None) -> Callable[..., Workflow]:
+    """The class that a recipe's ``workflow`` section names."""
+    if config.path is not None:
+        return load_object(config.path, folder)
+    if config.name == "math":
+        from envs.math.workflow import MathWorkflow
+
+        return MathWorkflow
+    from envs.search.workflow import SearchWorkflow
+
+    return SearchWorkflow
+
+
+def build_retriever(config: RetrieverConfig, folder: Path | None = None) -> Any:
+    """BM25 over the corpus, or a client of the retrieval servers. Raises RecipeError."""
+    if config.kind == "http":
+        from envs.search.retrieval.http_client import HTTPRetriever
+
+        build = partial(
+            HTTPRetriever, config.urls, timeout=config.timeout, tries=config.retries + 1
+        )
+    else:
+        from envs.search.retrieval.bm25 import BM25Retriever
+        from envs.search.retrieval.corpus import load_corpus
+
+        known = config.corpus == "factbook"
+        corpus = config.corpus if known else str(find_file(config.corpus, folder))
+        build = lambda: BM25Retriever(load_corpus(corpus))  # noqa: E731
+    try:
+        return build()
+    except ValueError as error:
+        raise RecipeError(f"retriever: {error}") from error
+
+
+def build_reward(recipe: Recipe) -> Callable[..., Any] | None:
+    """The user's reward function, or None: the workflow's own reward is asked."""
+    if recipe.reward is None:
+        return None
+    function = load_object(recipe.reward.path, recipe.folder)
+    return check_reward(function, f"reward.path: {recipe.reward.path}")
+
+
+def check_reward(function: Any, where: str = "reward") -> Callable[..., Any]:
+    """The function itself. Raises RecipeError unless it takes a task and an outcome."""
+    if not callable(function):
+        raise RecipeError(f"{where} is not a function")
+    _check_takes(function, where, "task", "outcome")
+    return function
+
+
+def call_with_args(
+    function: Callable[..., Any], args: Mapping[str, Any], keywords: set[str] | None, where: str
+) -> Any:
+    """Calls with keyword arguments from a recipe. Raises RecipeError for those it does not take.
+
+    ``keywords``: the names it takes (None: any).
+    """
+    if keywords is not None:
+        for name in args:
+            if name not in keywords:
+                raise RecipeError(f"{where}.{name}: unknown argument, {nearest(name, keywords)}")
+    try:
+        return function(**args)
+    except RecipeError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{where}: {error}") from error
+    except Exception as error:
+        raise RecipeError(f"{where}: {type(error).__name__}: {raised_at(error)}") from error
+
+
+def _keywords(function: Callable[..., Any]) -> set[str] | None:
+    """Names of the keyword arguments that a callable takes; None: any."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def _load_module(path: Path) -> ModuleType:
+    """Loads a file once per process, so that its classes keep their identity."""
+    name = f"user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        if isinstance(error, SyntaxError) and error.filename == str(path):
+            place = f"{path}:{error.lineno}" if error.lineno else str(path)
+        else:
+            place = place_in(path, error)
+        raise RecipeError(f"{place}: {type(error).__name__}: {error}") from error
+    return module
+
+
+def place_in(path: Path, error: BaseException) -> str:
+    """``file:line`` of the innermost line of a user's file that an error passed, or the file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((f.lineno for f in reversed(frames) if f.filename == str(path)), None)
+    return f"{path}:{line}" if line else str(path)

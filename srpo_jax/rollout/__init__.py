@@ -1,0 +1,1 @@
+"""Episodes of a workflow against an engine, and the events that they leave."""

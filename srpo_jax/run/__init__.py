@@ -1,0 +1,1 @@
+"""What a run consists of besides its loop: parts, folder, logs, checkpoints, evaluation."""

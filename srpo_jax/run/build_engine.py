@@ -1,0 +1,209 @@
+"""What a run samples from: an engine on its own devices, or a server for evaluation."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from models.attention.cache import cache_attention_on
+from models.config import ModelConfig
+from models.qwen import Qwen, split_params
+from models.tokenizer import ChatTokenizer
+from srpo_jax.compile_check.report import bytes_per_device
+from srpo_jax.engine import Engine
+from srpo_jax.engine.layout import (
+    TENSOR,
+    check_tensor,
+    engine_mesh,
+    fewest_devices,
+    key_head_copies,
+)
+from srpo_jax.engine.plan import Shapes
+from srpo_jax.engine.remote import RemoteEngine
+from srpo_jax.recipe.recipe import Recipe, RecipeError
+
+WEIGHTS_SHARE = 0.3  # of a device's memory that an engine's weights may take beside a learner's
+_MEMINFO = Path("/proc/meminfo")  # Linux
+CACHE_SHARE = 0.85  # of what weights and learner leave free; the programs' own arrays need the rest
+
+
+class MeshError(ValueError):
+    """A mesh that does not make the devices or divide the model."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What sizes an engine.
+
+    slots          requests at once on each replica
+    longest        tokens of one call, prompt and response together
+    dtype          of weights and cache
+    cache_tokens   of a replica's cache (None: ``longest`` in every slot, as far as there is memory)
+    stored_tokens  of it that may keep prompts which no request reads (None: whatever is free)
+    mesh           sizes of its axes (None: as few devices a replica as hold the weights)
+    """
+
+    slots: int
+    longest: int
+    dtype: np.dtype
+    burst: int = 16
+    cache_tokens: int | None = None
+    stored_tokens: int | None = None
+    mesh: Mapping[str, int] | None = None
+
+
+def engine_settings(recipe: Recipe) -> EngineSettings:
+    """A recipe's."""
+    rollout = recipe.rollout
+    return EngineSettings(
+        slots=rollout.slots, longest=rollout.prompt_tokens + rollout.response_tokens,
+        dtype=jnp.dtype(rollout.dtype or recipe.model.dtype), burst=rollout.burst,
+        cache_tokens=rollout.cache_tokens, stored_tokens=rollout.stored_tokens,
+        mesh=rollout.mesh.model_dump() if rollout.mesh else None,
+    )  # fmt: skip
+
+
+def local_engine(recipe: Recipe, model: Qwen, tokenizer: ChatTokenizer, learner: Mesh) -> Engine:
+    """The recipe's engine on the devices of the learner's mesh, beside what is there already.
+
+    Raises RecipeError where the mesh, the cache or the model's shape does not fit.
+    """
+    # The frozen reference is the loaded parameters themselves, until an update makes new ones.
+    params = split_params(model)[1]
+    reference = bytes_per_device(params) if recipe.objective_config().kl_coef else 0
+    devices = list(learner.devices.flat)
+    try:
+        return build_engine(engine_settings(recipe), model, tokenizer, devices, reference)
+    except ValueError as error:
+        raise RecipeError(recipe_line(error)) from None
+
+
+def recipe_line(error: ValueError) -> str:
+    """What ``build_engine`` or ``settings_mesh`` refuses, as a line about a recipe."""
+    return f"{'rollout.mesh' if isinstance(error, MeshError) else 'rollout'}: {error}"
+
+
+def build_engine(
+    settings: EngineSettings,
+    model: Qwen,
+    tokenizer: ChatTokenizer,
+    devices: Sequence[jax.Device],
+    reserved: int = 0,
+    version: int = 0,
+) -> Engine:
+    """An engine on ``devices``, which keep ``reserved`` bytes each beside what they hold now.
+
+    The engine has a copy of the model's weights; the model itself is the caller's to keep or drop.
+
+    Raises MeshError, or ValueError where the cache or the model's shape does not fit.
+    """
+    graphdef, params = split_params(model)
+    config = model.config
+    num_params = sum(a.size for a in jax.tree.leaves(params))
+    memory = (devices[0].memory_stats() or {}).get("bytes_limit")
+    mesh = settings_mesh(settings, config, num_params, devices, memory)
+    tensor = mesh.shape[TENSOR]
+    free = free_bytes(devices)
+    if free is not None:
+        free -= num_params * settings.dtype.itemsize // tensor + reserved
+    shapes = engine_shapes(settings, devices[0].platform)
+    return Engine(
+        config, graphdef, params, mesh=mesh, vocab_size=tokenizer.vocab_size,
+        stop_ids=tokenizer.stop_ids, slots=settings.slots, cache_tokens=settings.longest,
+        burst=settings.burst, budget_tokens=cache_budget(settings, config, tensor, shapes, free),
+        store_tokens=settings.stored_tokens, tokenizer=tokenizer, dtype=settings.dtype,
+        version=version,
+    )  # fmt: skip
+
+
+def settings_mesh(
+    settings: EngineSettings,
+    config: ModelConfig,
+    num_params: int,
+    devices: Sequence[jax.Device],
+    memory: float | None,
+) -> Mesh:
+    """The engine's mesh over ``devices``: as the settings say, else with the fewest devices a
+    replica whose ``memory`` (bytes of one; None: a CPU's, enough) has room beside the weights.
+
+    Raises MeshError where it does not make the devices or divide the model.
+    """
+    axes = {"replicas": -1, "tensor": 1}
+    if settings.mesh is not None:
+        axes = settings.mesh
+    elif memory is not None:
+        size = num_params * settings.dtype.itemsize
+        axes["tensor"] = fewest_devices(config, len(devices), size, WEIGHTS_SHARE * memory)
+    try:
+        mesh = engine_mesh(devices, **axes)
+        check_tensor(config, mesh.shape[TENSOR])
+    except ValueError as error:
+        raise MeshError(str(error)) from None
+    return mesh
+
+
+def engine_shapes(settings: EngineSettings, platform: str) -> Shapes:
+    """The sizes of the engine's programs on a kind of devices."""
+    attention = cache_attention_on(platform)
+    return Shapes(settings.slots, attention.page, attention.lanes, settings.longest)
+
+
+def token_bytes(config: ModelConfig, tensor: int, itemsize: int) -> int:
+    """What a cached token takes on each of a replica's devices."""
+    heads = config.num_kv_heads * key_head_copies(config, tensor) // tensor
+    return 2 * config.num_layers * heads * config.head_dim * itemsize
+
+
+def free_bytes(devices: Sequence[jax.Device]) -> int | None:
+    """What is free of one device's memory; of a CPU's, its share of what the machine has available.
+    None where nobody says."""
+    stats = devices[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    if devices[0].platform == "cpu" and _MEMINFO.is_file():
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE)
+        return int(found[1]) * 1024 // len(devices) if found else None
+    return None
+
+
+def cache_budget(
+    settings: EngineSettings, config: ModelConfig, tensor: int, shapes: Shapes, free: float | None
+) -> int:
+    """Tokens of a replica's cache: as set, else the longest call in every slot, or what of it fits
+    ``free`` bytes of a device (None: enough)."""
+    if settings.cache_tokens is not None:
+        return settings.cache_tokens
+    whole = shapes.slots * shapes.request_pages * shapes.page
+    if free is None:
+        return whole
+    one = token_bytes(config, tensor, settings.dtype.itemsize)
+    return min(int(CACHE_SHARE * max(free, 0)) // one, whole)
+
+
+def remote_engine(recipe: Recipe, tokenizer: ChatTokenizer) -> RemoteEngine:
+    """The server of ``rollout.remote``, asked whether it has the model.
+
+    Raises RecipeError for a key that is not in the environment, RemoteEngineError for a server that
+    does not answer or serves something else.
+    """
+    remote = recipe.rollout.remote
+    settings = remote.model_dump(exclude={"api_key_env"})
+    if remote.api_key_env is not None:
+        if not os.environ.get(remote.api_key_env):
+            raise RecipeError(
+                f"rollout.remote.api_key_env: {remote.api_key_env} is not set in the environment"
+            )
+        settings["api_key"] = os.environ[remote.api_key_env]
+    engine = RemoteEngine(
+        stop_ids=tokenizer.stop_ids, special_tokens=tokenizer.special_tokens, **settings
+    )
+    engine.check()
+    return engine
