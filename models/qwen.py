@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from models.attention.sequence import Attention, causal_attention
+from models.attention.mesh import Attention
+from models.attention.select import causal_attention
 from models.config import ModelConfig
 from models.partition import Placement
 

@@ -23,10 +23,10 @@ from envs.search.factbook import (
     countries,
     passages,
     questions,
-    search_tasks,
     select,
     split_of,
 )
+from envs.search.factbook_store import search_tasks
 from envs.search.parsing import parse_answer, parse_query, parse_route, parse_verdict
 from envs.search.prompts import Searching, Step
 from envs.search.retrieval.base import Passage
@@ -253,7 +253,7 @@ def test_search_tasks_refuses(tmp_path, options, message):
 
 def test_search_tasks_load_neither_jax_nor_tensorflow(tmp_path):
     code = (
-        "import sys\nfrom envs.search.factbook import search_tasks\n"
+        "import sys\nfrom envs.search.factbook_store import search_tasks\n"
         f"tasks = search_tasks(size=3, data_dir={str(tmp_path)!r})\nassert tasks[2].answer\n"
         "print([m for m in ('jax', 'tensorflow') if m in sys.modules])"
     )

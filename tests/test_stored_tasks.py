@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from envs.math.tasks import math_tasks
-from envs.search.factbook import search_tasks
+from envs.search.factbook_store import search_tasks
 from envs.task_rows import TaskError
 
 MAKERS = {"math": math_tasks, "search": search_tasks}

@@ -18,7 +18,6 @@ import functools
 import gzip
 import hashlib
 import json
-import os
 import random
 import re
 from collections import Counter
@@ -158,31 +157,6 @@ def select(
         raise ValueError(f"size: factbook {split} has {len(chosen)} such questions, not {size}")
     random.Random(seed).shuffle(chosen)
     return chosen[:size]
-
-
-def search_tasks(
-    name: str = "factbook",
-    *,
-    data_dir: str | os.PathLike,
-    split: Split = "train",
-    hops: int = 2,
-    fields: Sequence[str] | None = None,
-    seed: int = 0,
-    size: int | None = None,
-) -> Sequence[Task]:
-    """Factbook questions as tasks, written on the first call and read from ``data_dir`` afterwards.
-
-    ``hops``: 2 or 3. ``fields`` keeps the questions that ask for one of these facts. ``size`` takes
-    so many (None: all) of the order drawn from ``seed``. Splits are train and test. Raises
-    ValueError for an argument that does not fit.
-    """
-    if name != "factbook":
-        raise ValueError(f"no search task set {name!r}; there is: factbook")
-    from envs.search.factbook_store import stored_tasks  # brings in tensorflow-datasets
-
-    if fields is not None and not isinstance(fields, str):
-        fields = tuple(fields)
-    return stored_tasks(data_dir, split=split, hops=hops, fields=fields, seed=seed, size=size)
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +76,29 @@ class Factbook(tfds.core.GeneratorBasedBuilder):
                     "extra": json.dumps(task.extra, ensure_ascii=False),
                 },
             )
+
+
+def search_tasks(
+    name: str = "factbook",
+    *,
+    data_dir: str | os.PathLike,
+    split: Split = "train",
+    hops: int = 2,
+    fields: Sequence[str] | None = None,
+    seed: int = 0,
+    size: int | None = None,
+) -> Sequence[Task]:
+    """Factbook questions as tasks, written on the first call and read from ``data_dir`` afterwards.
+
+    ``hops``: 2 or 3. ``fields`` keeps the questions that ask for one of these facts. ``size`` takes
+    so many (None: all) of the order drawn from ``seed``. Splits are train and test. Raises
+    ValueError for an argument that does not fit.
+    """
+    if name != "factbook":
+        raise ValueError(f"no search task set {name!r}; there is: factbook")
+    if fields is not None and not isinstance(fields, str):
+        fields = tuple(fields)
+    return stored_tasks(data_dir, split=split, hops=hops, fields=fields, seed=seed, size=size)
 
 
 def stored_tasks(

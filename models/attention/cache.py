@@ -280,16 +280,3 @@ def page_attention(
 PLAIN = CacheAttention(
     page=64, lanes=4, room=new_partial, decode=decode_tokens, prefill=prefill_pages
 )
-
-
-def cache_attention_on(platform: str) -> CacheAttention:
-    """The attention for "cpu", "tpu" or "gpu" devices."""
-    if platform == "tpu":
-        from models.attention.cache_tpu import tpu_cache_attention
-
-        return tpu_cache_attention()
-    if platform == "gpu":
-        from models.attention.cache_gpu import gpu_cache_attention
-
-        return gpu_cache_attention()
-    return PLAIN

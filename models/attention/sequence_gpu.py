@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from models.attention.sequence_tpu import PADDING_SEGMENT, over_mesh
+from models.attention.mesh import PADDING_SEGMENT, over_mesh
 
 DTYPES = ("bfloat16", "float16", "float32")
 WIDEST_HEAD = 128

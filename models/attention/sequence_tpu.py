@@ -6,19 +6,16 @@ Axes: B sequences, T tokens, N query heads, Kv key/value heads, H head width.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
+
+from models.attention.mesh import PADDING_SEGMENT, over_mesh
 
 LANES = 128  # the kernel's blocks are multiples of it
 LONGEST_BLOCK = 512
-PADDING_SEGMENT = -1  # of the positions added to fill the last block; no caller uses it
 CHECKPOINT_NAME = "attention"
-
-Attention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def splash_attention(
@@ -47,35 +44,6 @@ def splash_attention(
         raise ValueError(f"splash attention takes bfloat16 or float32, not {q_BTNH.dtype}")
     local = functools.partial(_local_attention, interpret=interpret)
     return over_mesh(local, mesh, q_BTNH, k_BTKvH, v_BTKvH, segment_ids_BT)
-
-
-def over_mesh(
-    attention: Attention,
-    mesh: jax.sharding.Mesh | None,
-    q_BTNH: jax.Array,
-    k_BTKvH: jax.Array,
-    v_BTKvH: jax.Array,
-    segment_ids_BT: jax.Array,
-) -> jax.Array:
-    """Runs ``attention`` on every device's own part of the arguments.
-
-    On a mesh with the axes data, fsdp and tensor, B is split over (data, fsdp) and the heads over
-    tensor, each where the axes divide it (heads: where tensor divides Kv), and else replicated.
-    """
-    if mesh is None or mesh.size == 1:
-        return attention(q_BTNH, k_BTKvH, v_BTKvH, segment_ids_BT)
-    size = mesh.shape
-    rows = ("data", "fsdp") if q_BTNH.shape[0] % (size["data"] * size["fsdp"]) == 0 else None
-    heads = "tensor" if k_BTKvH.shape[2] % size["tensor"] == 0 else None
-    spec = P(rows, None, heads, None)
-    # Kernels say nothing of how their outputs vary over the mesh, so that check is off.
-    return jax.shard_map(
-        attention,
-        mesh=mesh,
-        in_specs=(spec, spec, spec, P(rows, None)),
-        out_specs=spec,
-        check_vma=False,
-    )(q_BTNH, k_BTKvH, v_BTKvH, segment_ids_BT)
 
 
 def block_length(T: int) -> int:

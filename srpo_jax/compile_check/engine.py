@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from models.attention.cache import cache_attention_on
+from models.attention.select import cache_attention_on
 from models.known_configs import Architecture
 from srpo_jax.compile_check.report import (
     OutOfMemory,

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.attention.cache import cache_attention_on
+from models.attention.select import cache_attention_on
 from models.config import ModelConfig
 from srpo_jax.engine.build import build_programs, joined, prefill_size
 from srpo_jax.engine.layout import REPLICA, TENSOR, check_tensor, engine_mesh

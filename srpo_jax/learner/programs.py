@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from models.attention.sequence import attention_on
+from models.attention.select import attention_on
 from models.backward import add_gradients
 from models.partition import Placement, tree_shardings
 from models.qwen import REMAT_POLICIES, Forward
@@ -33,7 +33,7 @@ class LearnerSettings:
     temperature    of the sampler, whose distribution the log-probs are of
     dtype          of the computation; parameters, moments and sums keep their own
     remat          a name of ``models.qwen.REMAT_POLICIES``
-    attention      a name of ``models.attention.sequence.ATTENTION_FORMS``
+    attention      a name of ``models.attention.select.ATTENTION_FORMS``
     logprob_chunk  tokens at a time in the vocabulary stage; None: chosen by ``chunk_tokens``
     """
 

@@ -111,7 +111,7 @@ class TaskStream:
 
 def _named(spec: TaskSet, split: str, data_dir: Path) -> Sequence[Task]:
     if spec.name in SEARCH_SETS:
-        from envs.search.factbook import search_tasks
+        from envs.search.factbook_store import search_tasks
 
         make, name = search_tasks, spec.name
     else:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from envs.workflow import Task, Workflow
-from models.attention.sequence import attention_on
+from models.attention.select import attention_on
 from models.checkpoint_files import stored_dtypes
 from models.config import CheckpointError, ModelConfig
 from models.convert import load_config, load_hf, save_hf

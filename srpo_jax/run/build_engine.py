@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from models.attention.cache import cache_attention_on
+from models.attention.select import cache_attention_on
 from models.config import ModelConfig
 from models.qwen import Qwen, split_params
 from models.tokenizer import ChatTokenizer
