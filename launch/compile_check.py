@@ -11,9 +11,8 @@ import re
 from typing import TYPE_CHECKING
 
 from launch.cli import Parser, add_recipe_arguments, entry, output
-from srpo_jax.recipe.errors import nearest
+from srpo_jax.recipe.errors import RecipeError, nearest
 from srpo_jax.recipe.recipe import Recipe, load_recipe
-from srpo_jax.recipe.yaml import RecipeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

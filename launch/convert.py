@@ -91,7 +91,8 @@ def _starting_point(run: Path) -> tuple[Path, Any]:
     """
     from models.checkpoint_files import stored_dtypes
     from models.hub import resolve_checkpoint
-    from srpo_jax.recipe.yaml import RecipeError, read_yaml
+    from srpo_jax.recipe.errors import RecipeError
+    from srpo_jax.recipe.yaml import read_yaml
 
     model = read_yaml(run / "recipe.yaml").get("model")
     if not isinstance(model, dict) or not isinstance(model.get("path"), str):

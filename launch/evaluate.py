@@ -19,8 +19,9 @@ from rich.text import Text
 
 from launch.cli import Parser, entry, output
 from srpo_jax.evaluation import BenchmarkResult, macro, macro_error
+from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.files import read_with_base
-from srpo_jax.recipe.recipe import Recipe, RecipeError
+from srpo_jax.recipe.recipe import Recipe
 from srpo_jax.run.stopping import STOPPED, Stopped, StopRequest
 
 

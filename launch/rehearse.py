@@ -21,10 +21,10 @@ from rich.text import Text
 
 from envs.workflow import EpisodeFailed, Outcome, Prompt, ScriptedTeam, Task, Team, Workflow
 from launch.cli import Parser, entry, output, visible
-from srpo_jax.recipe.errors import nearest
+from srpo_jax.recipe.errors import RecipeError, nearest
 from srpo_jax.recipe.plugins import build_retriever, make_workflow
 from srpo_jax.recipe.recipe import RetrieverConfig, WorkflowConfig
-from srpo_jax.recipe.yaml import RecipeError, parse_yaml
+from srpo_jax.recipe.yaml import parse_yaml
 from srpo_jax.rollout.user_code import UserCodeError, checked_outcome, checked_score, raised_at
 
 BUILT_IN = ("math", "search")
@@ -162,7 +162,7 @@ def speak(
 
 def show_rehearsal(rehearsal: Rehearsal, console: Console) -> int:
     """Prints calls, audit and end. Returns 0; 1 for a failed episode or a failed audit."""
-    from srpo_jax.events import audit_episode, render_audit
+    from envs.audit import audit_episode, render_audit
 
     team, outcome = rehearsal.team, rehearsal.outcome
     _print_calls(team, console)

@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.cli import Parser, entry, output
-from srpo_jax.recipe.errors import nearest
-from srpo_jax.recipe.yaml import RecipeError
+from srpo_jax.recipe.errors import RecipeError, nearest
 from srpo_jax.run.logs import read_metrics
 
 Rows = Sequence[Mapping[str, Any]]

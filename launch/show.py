@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.cli import Parser, entry, output, visible
-from srpo_jax.recipe.errors import nearest
-from srpo_jax.recipe.yaml import RecipeError
+from srpo_jax.recipe.errors import RecipeError, nearest
 from srpo_jax.run.logs import RunFileError, episode_steps, find_episode, read_episodes
 
 

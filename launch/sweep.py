@@ -26,8 +26,8 @@ from rich.text import Text
 
 from launch.cli import Parser, entry, output
 from srpo_jax.evaluation import over_seeds
-from srpo_jax.recipe.errors import first_problem, nearest
-from srpo_jax.recipe.recipe import Recipe, RecipeError, Section, load_recipe
+from srpo_jax.recipe.errors import RecipeError, first_problem, nearest
+from srpo_jax.recipe.recipe import Recipe, Section, load_recipe
 from srpo_jax.recipe.yaml import inline_yaml, read_yaml
 from srpo_jax.run.files import write_json
 from srpo_jax.run.logs import METRICS_FILE, read_metrics

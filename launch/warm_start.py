@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.cli import Parser, entry
-from srpo_jax.recipe.recipe import Recipe, RecipeError, load_recipe
+from srpo_jax.recipe.errors import RecipeError
+from srpo_jax.recipe.recipe import Recipe, load_recipe
 
 RECIPES = ("configs/quickstart_math.yaml", "configs/quickstart_search.yaml")
 LENGTH = 256  # tokens of a packed sequence

@@ -23,7 +23,7 @@ from envs.workflow import Prompt, ScriptedTeam, Task, Workflow
 from models.backward import add_gradients
 from models.qwen import PLAIN, Qwen, split_params
 from srpo_jax.learner.logprob import Vocabulary, token_gradients
-from srpo_jax.recipe.yaml import RecipeError
+from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.rollout.prompting import Tokenizer, fit_prompt
 
 Rewrite = Callable[[list[str], random.Random], list[str]]

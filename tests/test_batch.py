@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from srpo_jax.events import Event, Member
-from srpo_jax.learner.batch import build_batch
-from srpo_jax.learner.buckets import bucket
-from srpo_jax.learner.packing import best_fit
+from srpo_jax.learner.batch import best_fit, bucket, build_batch
 from tests.learner_cases import advantages_of, events_of
 
 

@@ -23,26 +23,23 @@ from models.known_configs import find_architecture
 from models.qwen import Qwen
 from srpo_jax.compile_check import report as compile_report
 from srpo_jax.compile_check.engine import abstract_engine
+from srpo_jax.compile_check.hlo import Collective, Collectives, read_collectives
 from srpo_jax.compile_check.report import (
     GIB,
-    Collective,
-    Collectives,
     OutOfMemory,
     Phase,
     ProgramReport,
-    bytes_per_device,
     collective_table,
     memory_table,
     model_flops,
     phase_table,
-    read_collectives,
 )
 from srpo_jax.compile_check.update import AbstractUpdate, abstract_update, update_phases
 from srpo_jax.learner.learner import Learner
 from srpo_jax.learner.optimizer import make_optimizer
-from srpo_jax.learner.sharding import make_mesh
+from srpo_jax.learner.sharding import bytes_per_device, make_mesh
+from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.recipe import Recipe, load_recipe
-from srpo_jax.recipe.yaml import RecipeError
 from srpo_jax.run.build import learner_settings
 from tests.learner_cases import batch_of
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.plugins import build_reward, build_workflow, load_object, make_workflow
-from srpo_jax.recipe.recipe import RecipeError, WorkflowConfig, load_recipe, parse_recipe
+from srpo_jax.recipe.recipe import WorkflowConfig, load_recipe, parse_recipe
 from srpo_jax.recipe.yaml import dump_yaml, inline_yaml, parse_yaml
 
 ROOT = Path(__file__).resolve().parent.parent

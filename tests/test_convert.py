@@ -30,7 +30,7 @@ from models.flax_folder import load_flax
 from models.partition import param_spec
 from models.qwen import split_params
 from srpo_jax.learner.learner import TrainState
-from srpo_jax.recipe.yaml import RecipeError
+from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.run.checkpoint import Checkpoints
 from tests.make_golden import CASES, GOLDEN
 from tests.make_tiny_tokenizer import TINY

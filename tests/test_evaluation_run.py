@@ -11,8 +11,8 @@ from rich.console import Console
 
 from launch import show
 from launch.evaluate import main
+from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.files import flat
-from srpo_jax.recipe.yaml import RecipeError
 from srpo_jax.rollout.rollout import Rollout
 from srpo_jax.run import build as run_parts
 from srpo_jax.run.evaluation_folder import (

@@ -8,15 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from envs.audit import audit_episode, render_audit
 from envs.workflow import Outcome, Prompt, Score, ScriptedTeam, Task
-from srpo_jax.events import (
-    Event,
-    Member,
-    audit_episode,
-    record_episode,
-    render_audit,
-    split_complete,
-)
+from srpo_jax.events import Event, Member, record_episode, split_complete
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from launch import report, show
 from launch.cli import entry, visible
 from launch.evaluate import results_tables
 from srpo_jax.evaluation import BenchmarkResult, EpisodeCost
-from srpo_jax.recipe.yaml import RecipeError
+from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.run.logs import EpisodeWriter, MetricLogger
 
 ROOT = Path(__file__).resolve().parent.parent

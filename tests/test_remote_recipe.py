@@ -23,7 +23,8 @@ from srpo_jax.engine import Engine
 from srpo_jax.engine import server as completion_server
 from srpo_jax.engine.layout import fewest_devices
 from srpo_jax.engine.server import CompletionServer
-from srpo_jax.recipe.yaml import RecipeError, dump_yaml
+from srpo_jax.recipe.errors import RecipeError
+from srpo_jax.recipe.yaml import dump_yaml
 from srpo_jax.run import build as run_parts
 from srpo_jax.run import evaluate as run_evaluation
 from tests.learner_cases import one_device

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from launch.cli import exit_code, message
 from srpo_jax import trainer
-from srpo_jax.recipe.yaml import RecipeError, dump_yaml
+from srpo_jax.recipe.errors import RecipeError
+from srpo_jax.recipe.yaml import dump_yaml
 from srpo_jax.run import build as run_parts
 from srpo_jax.run.folder import RunFolderBusy, digest, locked, record_run
 from tests.learner_cases import one_device

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 from models.partition import param_sharding, param_spec, tree_shardings
 from models.qwen import split_params
 from srpo_jax.learner.sharding import batch_sharding, batch_shards, make_mesh, replicated
-from srpo_jax.recipe.yaml import RecipeError
+from srpo_jax.recipe.errors import RecipeError
 from tests.learner_cases import tiny_model
 
 pytestmark = pytest.mark.multidevice

@@ -23,7 +23,8 @@ from launch.sweep import (
     run_sweep,
     seed_table,
 )
-from srpo_jax.recipe.recipe import RecipeError, load_recipe
+from srpo_jax.recipe.errors import RecipeError
+from srpo_jax.recipe.recipe import load_recipe
 
 RECIPE = """
 name: tiny

@@ -24,7 +24,7 @@ from srpo_jax import trainer
 from srpo_jax.events import split_complete
 from srpo_jax.learner.batch import build_batch
 from srpo_jax.learner.learner import Learner
-from srpo_jax.recipe.yaml import RecipeError
+from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.run import build as run_parts
 from srpo_jax.run.build import build_parts
 from srpo_jax.run.evaluate import TrainingFailed, evaluate

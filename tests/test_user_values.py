@@ -10,8 +10,8 @@ import pytest
 
 from envs.workflow import Cut, EpisodeFailed, Outcome, Prompt, Score
 from launch.cli import exit_code
+from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.plugins import check_reward, check_workflow, load_object
-from srpo_jax.recipe.yaml import RecipeError
 from srpo_jax.rollout.rollout import count_failures
 from srpo_jax.rollout.user_code import UserCodeError, raised_at
 from srpo_jax.run.step_metrics import rollout_metrics

@@ -19,7 +19,7 @@ from launch.warm_start import main
 from models.qwen import Qwen
 from models.tiny import tiny_config, train_tokenizer
 from models.tokenizer import ChatTokenizer
-from srpo_jax.recipe.yaml import RecipeError
+from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.warm_start import (
     encode_examples,
     pack_examples,

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from srpo_jax.recipe.recipe import RecipeError, load_recipe, parse_recipe
+from srpo_jax.recipe.errors import RecipeError
+from srpo_jax.recipe.recipe import load_recipe, parse_recipe
 from srpo_jax.recipe.yaml import parse_yaml, read_yaml
 from tests.test_config import MINIMAL
 

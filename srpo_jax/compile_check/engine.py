@@ -10,18 +10,13 @@ import jax.numpy as jnp
 
 from models.attention.select import cache_attention_on
 from models.known_configs import Architecture
-from srpo_jax.compile_check.report import (
-    OutOfMemory,
-    Phase,
-    ProgramReport,
-    bytes_per_device,
-    compiled_report,
-)
+from srpo_jax.compile_check.report import OutOfMemory, Phase, ProgramReport, compiled_report
 from srpo_jax.compile_check.update import abstract_model
 from srpo_jax.engine.build import EnginePrograms, build_programs
 from srpo_jax.engine.layout import REPLICA, TENSOR
+from srpo_jax.learner.sharding import bytes_per_device
+from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.recipe import Recipe
-from srpo_jax.recipe.yaml import RecipeError
 from srpo_jax.run.build_engine import (
     cache_budget,
     engine_settings,

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from models.config import ModelConfig
 from models.known_configs import Architecture
 from models.qwen import Qwen, split_params
-from srpo_jax.compile_check.report import Phase, ProgramReport, bytes_per_device, compiled_report
+from srpo_jax.compile_check.report import Phase, ProgramReport, compiled_report
 from srpo_jax.learner.logprob import TokenScores, chunk_tokens
 from srpo_jax.learner.optimizer import make_optimizer
 from srpo_jax.learner.programs import (
@@ -28,7 +28,7 @@ from srpo_jax.learner.programs import (
     build_programs,
     state_shardings,
 )
-from srpo_jax.learner.sharding import batch_shards
+from srpo_jax.learner.sharding import batch_shards, bytes_per_device
 from srpo_jax.recipe.recipe import Recipe
 from srpo_jax.run.build import check_mesh, learner_settings
 

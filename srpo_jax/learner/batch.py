@@ -8,14 +8,13 @@ out of the arrays: their gradient is zero, and the divisors still count them.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from srpo_jax.events import Event, role_kind
-from srpo_jax.learner.buckets import bucket
-from srpo_jax.learner.packing import best_fit
 
 
 @dataclass
@@ -194,3 +193,36 @@ def build_batch(
             sum(len(m.response_ids) for event in left_out for m in event.members),
         ),
     )
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Bins of at most ``capacity`` tokens, each a list of row indices in ascending order.
+
+    Rows are placed longest first into the fullest bin that still holds them, so equal inputs give
+    equal bins. Bins come in the order of their first rows. Raises ValueError for a longer row.
+    """
+    bins: list[list[int]] = []
+    open_bins: list[tuple[int, int]] = []  # (room, bin), ascending
+    for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
+        length = lengths[row]
+        if length > capacity:
+            raise ValueError(f"a row has {length} tokens, a sequence {capacity}")
+        place = bisect.bisect_left(open_bins, (length, -1))
+        if place < len(open_bins):
+            room, chosen = open_bins.pop(place)
+            bins[chosen].append(row)
+        else:
+            room, chosen = capacity, len(bins)
+            bins.append([row])
+        bisect.insort(open_bins, (room - length, chosen))
+    return sorted((sorted(rows) for rows in bins), key=lambda rows: rows[0])
+
+
+def bucket(n: int, floor: int = 1) -> int:
+    """The smallest of floor, 1.5 floor, 2 floor, 3 floor, 4 floor, ... that holds n."""
+    size = floor
+    while size < n:
+        if size * 3 // 2 >= n and size % 2 == 0:
+            return size * 3 // 2
+        size *= 2
+    return size

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from srpo_jax.recipe.yaml import RecipeError
+from srpo_jax.recipe.errors import RecipeError
 
 AXES = ("data", "fsdp", "tensor")
 
@@ -48,3 +49,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def batch_shards(mesh: Mesh) -> int:
     """The number of pieces that a micro-batch is split into: its row count must divide by this."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Bytes that one device holds of arrays or ShapeDtypeStructs, by their shardings."""
+    return sum(
+        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )

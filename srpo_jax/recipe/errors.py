@@ -4,11 +4,29 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from envs.text_files import short
-from srpo_jax.recipe.yaml import describe
+
+
+class RecipeError(ValueError):
+    """A recipe, sweep or plugin that cannot be used: one line with what, where, what is near."""
+
+    exit_code = 2
+
+
+def describe(value: Any) -> str:
+    """A value with its kind, for messages: ``'1e-6' (text)``; long ones are cut."""
+    kinds = {str: "text", bool: "true/false", int: "whole number", float: "number"}
+    if value is None:
+        return "nothing"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    return f"{short(value)} ({kinds.get(type(value), type(value).__name__)})"
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

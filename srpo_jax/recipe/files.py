@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from envs.text_files import short
-from srpo_jax.recipe.yaml import MAX_DEPTH, RecipeError, describe, parse_yaml, read_yaml
+from srpo_jax.recipe.errors import RecipeError, describe
+from srpo_jax.recipe.yaml import MAX_DEPTH, parse_yaml, read_yaml
 
 
 def read_with_base(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:

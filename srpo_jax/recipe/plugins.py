@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from envs.workflow import Workflow
-from srpo_jax.recipe.errors import nearest
-from srpo_jax.recipe.recipe import Recipe, RecipeError, RetrieverConfig, WorkflowConfig
+from srpo_jax.recipe.errors import RecipeError, nearest
+from srpo_jax.recipe.recipe import Recipe, RetrieverConfig, WorkflowConfig
 from srpo_jax.rollout.user_code import raised_at
 
 

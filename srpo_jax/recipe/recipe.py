@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
-from srpo_jax.recipe.errors import first_problem
+from srpo_jax.recipe.errors import RecipeError, first_problem
 from srpo_jax.recipe.files import flat, read_with_base, with_override
-from srpo_jax.recipe.section import (
+from srpo_jax.recipe.sections import (
     Count,
     Dtype,
     Fraction,
@@ -22,14 +22,15 @@ from srpo_jax.recipe.section import (
     NonNegative,
     NonNegativeInt,
     Positive,
+    RetrieverConfig,
+    RolloutConfig,
     Section,
 )
-from srpo_jax.recipe.sections import RetrieverConfig, RolloutConfig
-from srpo_jax.recipe.yaml import RecipeError, dump_yaml, read_yaml
+from srpo_jax.recipe.yaml import dump_yaml, read_yaml
 
 if TYPE_CHECKING:
     from srpo_jax.advantage import AdvantageConfig
-    from srpo_jax.objective import ObjectiveConfig
+    from srpo_jax.objective_config import ObjectiveConfig
 
 __all__ = ["Recipe", "RecipeError", "TaskSet", "load_recipe", "parse_recipe"]
 

@@ -9,15 +9,10 @@ from typing import Any
 import yaml
 
 from envs.text_files import check_file, short
+from srpo_jax.recipe.errors import RecipeError, describe
 
 MAX_DEPTH = 50  # levels of a recipe
 _MAX_NODES = 100_000
-
-
-class RecipeError(ValueError):
-    """A recipe, sweep or plugin that cannot be used: one line with what, where, what is near."""
-
-    exit_code = 2
 
 
 class _Loader(yaml.SafeLoader):
@@ -126,18 +121,6 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if not isinstance(mapping, dict):
         raise RecipeError(f"{path}: a mapping of keys is due, got {describe(mapping)}")
     return mapping
-
-
-def describe(value: Any) -> str:
-    """A value with its kind, for messages: ``'1e-6' (text)``; long ones are cut."""
-    kinds = {str: "text", bool: "true/false", int: "whole number", float: "number"}
-    if value is None:
-        return "nothing"
-    if isinstance(value, dict):
-        return "a mapping"
-    if isinstance(value, list):
-        return "a list"
-    return f"{short(value)} ({kinds.get(type(value), type(value).__name__)})"
 
 
 class _Dumper(yaml.SafeDumper):

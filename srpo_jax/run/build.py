@@ -24,8 +24,9 @@ from srpo_jax.learner.learner import Learner
 from srpo_jax.learner.optimizer import make_optimizer
 from srpo_jax.learner.programs import LearnerSettings
 from srpo_jax.learner.sharding import batch_shards, make_mesh
+from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.plugins import build_reward, build_workflow, check_reward, check_workflow
-from srpo_jax.recipe.recipe import Recipe, RecipeError
+from srpo_jax.recipe.recipe import Recipe
 from srpo_jax.recipe.tasks import TaskStream, check_prompts, task_sets
 from srpo_jax.rollout.rollout import Rollout, SamplingConfig
 from srpo_jax.run.build_engine import local_engine, remote_engine

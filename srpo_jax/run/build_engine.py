@@ -17,7 +17,6 @@ from models.attention.select import cache_attention_on
 from models.config import ModelConfig
 from models.qwen import Qwen, split_params
 from models.tokenizer import ChatTokenizer
-from srpo_jax.compile_check.report import bytes_per_device
 from srpo_jax.engine import Engine
 from srpo_jax.engine.layout import (
     TENSOR,
@@ -28,7 +27,9 @@ from srpo_jax.engine.layout import (
 )
 from srpo_jax.engine.plan import Shapes
 from srpo_jax.engine.remote import RemoteEngine
-from srpo_jax.recipe.recipe import Recipe, RecipeError
+from srpo_jax.learner.sharding import bytes_per_device
+from srpo_jax.recipe.errors import RecipeError
+from srpo_jax.recipe.recipe import Recipe
 
 WEIGHTS_SHARE = 0.3  # of a device's memory that an engine's weights may take beside a learner's
 _MEMINFO = Path("/proc/meminfo")  # Linux

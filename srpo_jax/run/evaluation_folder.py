@@ -19,12 +19,12 @@ from typing import Any
 from rich.console import Console
 
 from srpo_jax.evaluation import BenchmarkResult, macro, macro_error
+from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.recipe import (
     AdvantageSection,
     ObjectiveSection,
     OptimizerConfig,
     Recipe,
-    RecipeError,
     TasksConfig,
     TaskSet,
     TrainerConfig,

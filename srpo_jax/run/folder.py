@@ -12,8 +12,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.plugins import find_file
-from srpo_jax.recipe.recipe import Recipe, RecipeError
+from srpo_jax.recipe.recipe import Recipe
 from srpo_jax.run.files import write_json, write_whole
 
 LOCK, RECIPE, FILES = "run.lock", "recipe.yaml", "files.json"
