@@ -70,6 +70,72 @@ def test_the_scan_finds_an_offence(package, source):
     assert len(offences(package, source, "x.py")) == 1
 
 
+# What the folders inside srpo_jax may not import: they serve the run, and do not know of it.
+SERVANTS = ("recipe", "learner", "engine", "rollout")
+ABOVE = ("run", "trainer", "warm_start", "compile_check")
+MOST_SIDE_BY_SIDE = 10
+
+
+def modules() -> dict[str, ast.Module]:
+    """Every module of the four packages, by its dotted name."""
+    found = {}
+    for package in ("launch", "srpo_jax", "models", "envs"):
+        for path in sources(package):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = ast.parse(path.read_text())
+    return found
+
+
+def graph(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """Which modules each one imports, at any depth of its code."""
+    edges = {}
+    for name, tree in trees.items():
+        wanted = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                wanted |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    wanted.add(inner if inner in trees else node.module)
+        edges[name] = (wanted & trees.keys()) - {name}
+    return edges
+
+
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """The modules that are left when all that import nothing of the rest are taken away."""
+    left = dict(edges)
+    while free := [name for name, wanted in left.items() if not wanted & left.keys()]:
+        for name in free:
+            del left[name]
+    return sorted(left)
+
+
+def test_no_module_imports_itself_through_others():
+    assert circle(graph(modules())) == []
+
+
+def test_a_circle_is_found():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+
+
+def test_what_serves_a_run_does_not_import_it():
+    upward = [
+        f"{name} imports {other}"
+        for name, wanted in graph(modules()).items()
+        for other in wanted
+        if name.split(".")[:1] == ["srpo_jax"]
+        and name.split(".")[1:2] in [[part] for part in SERVANTS]
+        and other.split(".")[1:2] in [[part] for part in ABOVE]
+        and other.startswith("srpo_jax.")
+    ]
+    assert not upward
+
+
+def test_few_files_stand_side_by_side():
+    assert len(list((ROOT / "srpo_jax").glob("*.py"))) <= MOST_SIDE_BY_SIDE
+
+
 @pytest.mark.parametrize("package", [*ALLOWED, "tests"])
 def test_files_stay_readable(package):
     long = {
@@ -80,11 +146,26 @@ def test_files_stay_readable(package):
     assert not long
 
 
-def test_the_workflow_protocol_loads_without_jax():
-    code = (
-        "import sys, envs.workflow, srpo_jax.recipe.recipe, launch.cli\n"
-        f"print(*sorted({JAX!r} & set(sys.modules)))"
-    )
+LIGHT = {
+    "the workflow protocol": "import envs.workflow, envs.audit, launch.cli",
+    "a recipe": (
+        "from srpo_jax.recipe.recipe import load_recipe\n"
+        "import glob\n"
+        "assert [load_recipe(path) for path in glob.glob('configs/*.yaml')]"
+    ),
+    "what is wrong with a recipe": (
+        "from srpo_jax.recipe.recipe import RecipeError, load_recipe\n"
+        "try: load_recipe('configs/quickstart_math.yaml', ['objective.preset=spro'])\n"
+        "except RecipeError: pass\n"
+        "else: raise SystemExit('not refused')"
+    ),
+    "the commands": "import launch.train, launch.show, launch.report, launch.sweep",
+}
+
+
+@pytest.mark.parametrize("code", LIGHT.values(), ids=LIGHT)
+def test_loads_without_jax(code):
+    code = f"import sys\n{code}\nprint(*sorted({JAX!r} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
