@@ -140,7 +140,10 @@ def test_public_case_s33():
         ("seed=-1", "seed: a seed lies in 0 .. 2**32 - 1"),
         ("workflow.name=serch", "workflow.name: 'serch' is none of math, search"),
         ("workflow=search", "the search workflow needs a `retriever` section"),
-        ("workflow.path=a.py:B", "workflow: give either `name` (math, search) or `path`"),
+        (
+            "workflow={name: math, path: 'a.py:B'}",
+            "workflow: give either `name` (math, search) or `path`",
+        ),
         ("learner.mesh.data=-1", "learner.mesh: axis sizes are >= 1 and at most one is -1"),
         ("learner.updates_per_batch=5", "learner.updates_per_batch is 5, more than the 4 episodes"),
         ("advantage.group=[task, rol]", "advantage.group.1: 'rol' is none of task, event_type"),
@@ -258,6 +261,94 @@ def test_base_recipes_merge(tmp_path):
         {},
     )
     assert (loaded.tasks.train.path, loaded.tasks.train.size) == ("a.jsonl", None)
+
+
+PRESETS_OVER_A_BASE = [
+    # (the base's keys, the recipe's, the command line's, the switches that hold)
+    ("", "", ["objective.preset=gspo"], {"clip_low": 3e-4, "clip_high": 4e-4}),
+    ("", "objective: {preset: gspo}", [], {"clip_low": 3e-4, "ratio_unit": "member"}),
+    ("", "objective: {preset: gspo, clip_low: 0.1}", [], {"clip_low": 0.1, "clip_high": 4e-4}),
+    ("", "", ["objective.clip_high=0.1", "objective.preset=gspo"], {"clip_high": 0.1}),
+    ("", "", ["objective.clip_eps=0.1", "objective={preset: gspo}"], {"clip_high": 0.1}),
+    ("", "objective: {preset: gspo}", ["objective.clip_low=0.1"], {"clip_low": 0.1}),
+    ("", "", ["objective.preset=srpo"], {"clip_low": 0.2, "set_reduction": "sqrt"}),
+    ("objective: {preset: gspo}", "objective: {clip_low: 0.1}", [], {"clip_high": 4e-4}),
+    # Either spelling of the clip comes over the other of a lower level.
+    ("", "objective: {clip_high: 0.28}", [], {"clip_low": 0.3, "clip_high": 0.28}),
+    ("objective: {clip_low: 0.1}", "", ["objective.clip_eps=0.4"], {"clip_low": 0.4}),
+    ("", "objective: {clip_eps: null}", [], {"clip_low": 0.2}),
+    # Null is a value where None is one.
+    ("objective: {preset: dr_mas}", "", [], {"dual_clip": 3.0}),
+    ("objective: {preset: dr_mas}", "objective: {dual_clip: null}", [], {"dual_clip": None}),
+    ("objective: {preset: dr_mas}", "", ["objective.dual_clip=null"], {"dual_clip": None}),
+    ("objective: {dual_clip: null}", "", ["objective.preset=dr_mas"], {"dual_clip": 3.0}),
+    ("objective: {sampler_cap: 2.0}", "objective: {sampler_cap: null}", [], {"sampler_cap": None}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("base, own, overrides, expected", PRESETS_OVER_A_BASE)
+def test_each_level_applies_its_preset_and_then_its_keys(tmp_path, base, own, overrides, expected):
+    base = base or "objective: {preset: srpo, clip_eps: 0.3, set_reduction: sum}"
+    (tmp_path / "base.yaml").write_text(MINIMAL + base)
+    (tmp_path / "own.yaml").write_text("base: base.yaml\n" + own)
+    loaded = load_recipe(tmp_path / "own.yaml", overrides)
+    config = loaded.objective_config()
+    assert {name: getattr(config, name) for name in expected} == expected
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(loaded.dump())
+    assert load_recipe(saved) == loaded and loaded.first_difference(saved) is None
+    assert load_recipe(saved).objective_config() == config
+
+
+def test_a_preset_drops_lower_advantage_switches_but_not_the_penalty():
+    content = parse_yaml(
+        MINIMAL + "advantage: {group: [role], scale: none, invalid_penalty: 0.01}", "minimal"
+    )
+    kept = parse_recipe(content, ["objective.clip_eps=0.1"]).advantage_config()
+    assert (kept.group, kept.scale, kept.invalid_penalty) == (("role",), "none", 0.01)
+    over = ["advantage.std=population", "objective.preset=grpo"]
+    fresh = parse_recipe(content, over).advantage_config()
+    assert (fresh.group, fresh.scale, fresh.std) == (("task",), "std", "population")
+    assert (fresh.statistics, fresh.invalid_penalty) == ("episodes", 0.01)
+
+
+@pytest.mark.parametrize(
+    "overrides, solvers, rounds",
+    [
+        (["workflow.args.preset=dr_mas"], 1, 2),
+        (["workflow.args.rounds=4", "workflow.args.preset=dr_mas"], 1, 4),
+        (["workflow={name: math, args: {preset: dr_mas}}"], 1, 2),
+        (["workflow.args.solvers=2"], 2, 3),
+        (["workflow.args.preset=null"], 3, 2),
+    ],
+)
+def test_a_workflow_preset_drops_lower_arguments(overrides, solvers, rounds):
+    content = parse_yaml(
+        MINIMAL.replace("math", "{name: math, args: {solvers: 5, rounds: 3}}"), "minimal"
+    )
+    workflow = build_workflow(parse_recipe(content, overrides))
+    assert (workflow.solvers, workflow.rounds) == (solvers, rounds)
+
+
+def test_another_kind_of_workflow_on_the_command_line_starts_afresh():
+    changed = recipe("workflow.args.solvers=2", "workflow.path=a.py:B").workflow
+    assert (changed.name, changed.path, changed.args) == (None, "a.py:B", {"solvers": 2})
+    content = recipe("workflow.args.solvers=2").model_dump()
+    assert parse_recipe(content, ["workflow.path=a.py:B"]).workflow.args == {}
+
+
+def test_a_recipe_saved_with_null_for_every_switch_left_to_the_preset_still_resumes(tmp_path):
+    """So did runs save their recipe before null was a value: dr_mas has its dual clip."""
+    loaded = recipe("objective.preset=dr_mas", "objective.clip_eps=0.1")
+    content = loaded.model_dump()
+    content["objective"] = dict.fromkeys(type(loaded.objective).model_fields) | content["objective"]
+    content["advantage"] = dict.fromkeys(type(loaded.advantage).model_fields) | content["advantage"]
+    saved = tmp_path / "recipe.yaml"
+    saved.write_text(dump_yaml(content))
+    assert loaded.first_difference(saved) is None
+    assert load_recipe(saved).objective_config().dual_clip == 3.0
+    off = recipe("objective.preset=dr_mas", "objective.clip_eps=0.1", "objective.dual_clip=null")
+    assert off.first_difference(saved) == "objective.dual_clip is 3.0 there and None here"
 
 
 def test_missing_and_circular_files(tmp_path):

@@ -1,7 +1,12 @@
-"""Recipe files as mappings: a base under a recipe, ``key.path=value`` overrides on top."""
+"""Recipe files as mappings: a base under a recipe, ``key.path=value`` overrides on top.
+
+Each of these levels applies its preset first and then its own keys: a level that names a preset
+drops what the levels below it say about the switches that the preset sets.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +17,7 @@ from srpo_jax.recipe.yaml import MAX_DEPTH, parse_yaml, read_yaml
 
 def read_with_base(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A recipe file's content over that of the recipe that it names as ``base``, and so on."""
-    content = read_yaml(path)
+    content = read_level(path)
     if path.resolve() in seen:
         raise RecipeError(f"{path}: `base` leads back to this file")
     base = content.pop("base", None)
@@ -20,12 +25,70 @@ def read_with_base(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         return content
     if not isinstance(base, str):
         raise RecipeError(f"{path}: base: a file name is due, got {describe(base)}")
-    return _merge(read_with_base(path.parent / base, (*seen, path.resolve())), content)
+    lower = read_with_base(path.parent / base, (*seen, path.resolve()))
+    return _merge(_below(lower, content), content)
 
 
-# Keys that say what kind of thing a section is: with another kind the base's section is dropped.
-_KINDS = {"workflow": ("name", "path"), "retriever": ("kind",), "tasks.train": (), "tasks.eval": ()}
+def read_level(path: Path) -> dict[str, Any]:
+    """A recipe file's own content. Raises RecipeError."""
+    content = read_yaml(path)
+    objective = content.get("objective")
+    if isinstance(objective, dict) and objective.keys() >= _EARLIER_DUMP:
+        # Runs used to save every switch, null where the preset's value holds.
+        content["objective"] = {k: v for k, v in objective.items() if v is not None}
+    return content
+
+
+_EARLIER_DUMP = {
+    *("preset", "clip_eps", "ratio_unit", "set_reduction", "member_score", "loss_reduction"),
+    *("length", "clip_low", "clip_high", "dual_clip", "kl_coef", "kl_estimator", "entropy_coef"),
+    "sampler_cap",
+}
+# Keys that say what kind of thing a section is: with another kind the section below is dropped.
+_KINDS = {"workflow": ("name", "path"), "retriever": ("kind",)}
 _SHORT = {"model": "path", "workflow": "name"}
+
+
+def _long(section: str, value: Any) -> Any:
+    """A section without its shorthand: ``workflow: math`` is ``workflow: {name: math}``."""
+    return {_SHORT[section]: value} if section in _SHORT and isinstance(value, str) else value
+
+
+def _section(content: dict[str, Any], name: str) -> dict[str, Any]:
+    value = _long(name, content.get(name))
+    return value if isinstance(value, dict) else {}
+
+
+def _below(lower: dict[str, Any], level: dict[str, Any]) -> dict[str, Any]:
+    """What is left of ``lower`` under a level that may name a preset or another kind of thing."""
+    lower = dict(lower)
+    for name, kinds in _KINDS.items():
+        old, new = _section(lower, name), _section(level, name)
+        if old and any(kind in new and new[kind] != old.get(kind) for kind in kinds):
+            del lower[name]
+    args = _section(level, "workflow").get("args")
+    if isinstance(args, dict) and "preset" in args and (old := _section(lower, "workflow")):
+        lower["workflow"] = {**old, "args": {}}
+    objective, old = _section(level, "objective"), _section(lower, "objective")
+    if "preset" in objective:
+        lower.pop("objective", None)
+        if advantage := _section(lower, "advantage"):
+            # No preset sets the penalty: it belongs to the environment.
+            lower["advantage"] = {k: v for k, v in advantage.items() if k == "invalid_penalty"}
+    elif old:
+        lower["objective"] = _other_clip(old, objective)
+    return lower
+
+
+def _other_clip(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """``old`` objective keys under ``new`` ones, which may say the clip in the other spelling."""
+    sides = ("clip_low", "clip_high")
+    if "clip_eps" in new:
+        return {key: value for key, value in old.items() if key not in sides}
+    if "clip_eps" in old and any(side in new for side in sides):
+        old = dict(old)
+        return dict.fromkeys(sides, old.pop("clip_eps")) | old
+    return old
 
 
 def _merge(base: dict[str, Any], change: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -33,20 +96,27 @@ def _merge(base: dict[str, Any], change: dict[str, Any], prefix: str = "") -> di
     merged = dict(base)
     for key, value in change.items():
         path = prefix + str(key)
-        old = merged.get(key)
-        if path in _SHORT:
-            old, value = (
-                {_SHORT[path]: side} if isinstance(side, str) else side for side in (old, value)
-            )
-        kinds = _KINDS.get(path, ())
-        if isinstance(old, dict) and isinstance(value, dict):
-            other_kind = path.startswith("tasks.") or any(
-                kind in value and value[kind] != old.get(kind) for kind in kinds
-            )
-            if not other_kind:
-                value = _merge(old, value, path + ".")
+        old, value = _long(path, merged.get(key)), _long(path, value)
+        if isinstance(old, dict) and isinstance(value, dict) and not path.startswith("tasks."):
+            value = _merge(old, value, path + ".")
         merged[key] = value
     return merged
+
+
+def with_overrides(content: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The content under the command line's ``key.path=value``, values read as YAML.
+
+    The overrides are one level, whatever their order: a whole section comes before its keys; of one
+    key said twice the last holds. Raises RecipeError.
+    """
+    ordered = sorted(overrides, key=lambda text: text.partition("=")[0].count("."))
+    level: dict[str, Any] = {}
+    for override in ordered:
+        level = with_override(level, override)
+    content = _below(content, level)
+    for override in ordered:
+        content = with_override(content, override)
+    return content
 
 
 def with_override(content: dict[str, Any], override: str) -> dict[str, Any]:
@@ -67,9 +137,7 @@ def _with_value(content: Any, parts: list[str], value: Any, where: str) -> dict[
         raise RecipeError(f"{where}: `{parts[0]}` lies under {describe(content)}, not a section")
     old = content.get(parts[0])
     if len(parts) > 1:
-        if parts[0] in _SHORT and isinstance(old, str):
-            old = {_SHORT[parts[0]]: old}
-        value = _with_value(old, parts[1:], value, where)
+        value = _with_value(_long(parts[0], old), parts[1:], value, where)
     return {**content, parts[0]: value}
 
 

@@ -76,12 +76,14 @@ def make_workflow(
 ) -> Workflow:
     """A workflow from its section. ``retriever`` is called if the constructor takes one.
 
-    ``args.preset`` chooses a preset of the class (``dr_mas``, ...); other args change it.
+    ``args.preset`` chooses a preset of the class (``dr_mas``, ...; null: none); other args change
+    it.
     """
     cls, args = workflow_class(config, folder), dict(config.args)
     keywords, build = _keywords(cls), cls
     if "preset" in args and hasattr(cls, "preset"):
-        build = partial(cls.preset, args.pop("preset"))
+        preset = args.pop("preset")
+        build = cls if preset is None else partial(cls.preset, preset)
     if keywords is not None and "retriever" in keywords and "retriever" not in args:
         found = retriever()
         if found is not None:

@@ -1,19 +1,30 @@
 """Recipes: one YAML file says everything about a run. Unknown keys and wrong types are errors.
 
 A recipe may name a ``base:`` recipe, whose values it changes; ``key.path=value`` overrides come
-last.
+last. The order is defaults, base, recipe, command line, and each of them applies its preset first
+and then its own keys, so that a preset chosen over a base is the whole preset.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import (
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
+from srpo_jax.advantage import AdvantageConfig
+from srpo_jax.objective_config import ObjectiveConfig
 from srpo_jax.recipe.errors import RecipeError, first_problem
-from srpo_jax.recipe.files import flat, read_with_base, with_override
+from srpo_jax.recipe.files import flat, read_level, read_with_base, with_overrides
 from srpo_jax.recipe.sections import (
     Count,
     Dtype,
@@ -26,11 +37,7 @@ from srpo_jax.recipe.sections import (
     RolloutConfig,
     Section,
 )
-from srpo_jax.recipe.yaml import dump_yaml, read_yaml
-
-if TYPE_CHECKING:
-    from srpo_jax.advantage import AdvantageConfig
-    from srpo_jax.objective_config import ObjectiveConfig
+from srpo_jax.recipe.yaml import dump_yaml
 
 __all__ = ["Recipe", "RecipeError", "TaskSet", "load_recipe", "parse_recipe"]
 
@@ -119,12 +126,42 @@ class TasksConfig(Section):
     eval: dict[str, TaskSet] = {}
 
 
-class ObjectiveSection(Section):
-    """A preset, and what to change of it (None: as the preset has it).
+class _Changes(Section):
+    """What a recipe changes of a preset. A key that it does not say is as the preset has it."""
 
+    own: ClassVar[frozenset[str]]  # keys that are no switch of a preset: they always have a value
+    config: ClassVar[type]  # the dataclass of the switches
+
+    @model_serializer(mode="wrap")
+    def _only_said(self, dump: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        """A dump says no more than the recipe: null is a value of its own (no dual clip)."""
+        said = self.own | self.model_fields_set
+        return {name: value for name, value in dump(self).items() if name in said}
+
+    def changes(self) -> dict[str, Any]:
+        """The switches that are said, as fields of ``config``. Null is a value where None is one,
+        and leaves any other switch to the preset."""
+        defaults = {field.name: field.default for field in fields(self.config)}
+        return {
+            name: getattr(self, name)
+            for name, default in defaults.items()
+            if name in self.own | self.model_fields_set
+            and (getattr(self, name) is not None or default is None)
+        }
+
+
+class ObjectiveSection(_Changes):
+    """A preset, and what to change of it. A preset sets every switch: chosen over a base, it drops
+    the base's changes, those of the ``advantage`` section included.
+
+    ``dual_clip: null`` and ``sampler_cap: null`` turn off what the preset turns on; null leaves any
+    other switch to the preset.
     ``clip_eps`` is short for equal ``clip_low`` and ``clip_high``. ``length`` is the constant of
     ``constant_length``; left out, it is the recipe's ``rollout.response_tokens``.
     """
+
+    own = frozenset({"preset"})
+    config = ObjectiveConfig
 
     preset: str = "srpo"
     clip_eps: Positive | None = None
@@ -150,20 +187,20 @@ class ObjectiveSection(Section):
             raise ValueError("`clip_eps` sets both sides: leave out `clip_low` and `clip_high`")
         return self
 
-    def overrides(self) -> dict[str, Any]:
-        """What the recipe changes of the preset, as fields of ObjectiveConfig."""
-        chosen = self.model_dump(exclude_none=True, exclude={"preset", "clip_eps"})
-        if self.clip_eps is not None:
-            chosen |= {"clip_low": self.clip_eps, "clip_high": self.clip_eps}
-        return chosen
+    def changes(self) -> dict[str, Any]:
+        changes, eps = super().changes(), self.clip_eps
+        return changes if eps is None else changes | {"clip_low": eps, "clip_high": eps}
 
 
-class AdvantageSection(Section):
-    """What to change of the preset's advantage estimator (None: as the preset has it).
+class AdvantageSection(_Changes):
+    """What to change of the preset's advantage estimator.
 
     ``invalid_penalty`` belongs to no preset: it is taken off an event's return for its malformed
     members (0.1 Math, 0.01 Search in the SRPO paper).
     """
+
+    own = frozenset({"invalid_penalty"})
+    config = AdvantageConfig
 
     group: list[Literal["task", "event_type", "role", "turn"]] | None = None
     statistics: Literal["events", "episodes", "rows"] | None = None
@@ -346,13 +383,15 @@ class Recipe(Section):
         target step of a learning-rate schedule that depends on it. None: the same run. Raises
         RecipeError where ``saved`` holds no recipe.
         """
-        content = read_yaml(saved)
+        content = read_level(saved)
         try:
             # A key that the recipe's own version did not have yet has its default there too.
-            content = Recipe.model_validate(content).model_dump()
+            theirs = Recipe.model_validate(content)._in_force()
         except ValidationError as error:
             raise RecipeError(f"{saved}: {first_problem(error, Recipe)}") from None
-        mine, theirs = flat(self.model_dump()), flat(content)
+        except RecipeError as error:
+            raise RecipeError(f"{saved}: {error}") from None
+        mine = self._in_force()
         for key in {**mine, **theirs}:
             if key.startswith("trainer.") and not (
                 key == "trainer.steps" and self.optimizer.schedule != "constant"
@@ -362,12 +401,18 @@ class Recipe(Section):
                 return f"{key} is {theirs.get(key)!r} there and {mine.get(key)!r} here"
         return None
 
+    def _in_force(self) -> dict[str, Any]:
+        """Key paths to values; of the objective and the advantage, every switch that holds."""
+        switches = {
+            "objective": asdict(self.objective_config()),
+            "advantage": asdict(self.advantage_config()),
+        }
+        return flat(self.model_dump() | switches)
+
     def objective_config(self) -> ObjectiveConfig:
         """The preset's objective with the recipe's changes. Raises RecipeError on a conflict, be it
         with the number of updates of a batch."""
-        from srpo_jax.objective_config import ObjectiveConfig
-
-        name, changes = self.objective.preset, self.objective.overrides()
+        name, changes = self.objective.preset, self.objective.changes()
         try:
             config = ObjectiveConfig.preset(name, **changes)
             if config.loss_reduction == "constant_length" and "length" not in changes:
@@ -396,9 +441,7 @@ class Recipe(Section):
 
     def advantage_config(self) -> AdvantageConfig:
         """The preset's advantage estimator with the recipe's changes. Raises RecipeError."""
-        from srpo_jax.advantage import AdvantageConfig
-
-        changes = self.advantage.model_dump(exclude_none=True)
+        changes = self.advantage.changes()
         if "group" in changes:
             changes["group"] = tuple(changes["group"])
         try:
@@ -424,8 +467,7 @@ def parse_recipe(
     folder: Path | None = None,
 ) -> Recipe:
     """Checks a recipe given as a mapping; ``where`` names it in errors. Raises RecipeError."""
-    for override in overrides:
-        content = with_override(content, override)
+    content = with_overrides(content, overrides)
     try:
         recipe = Recipe.model_validate(content)
     except ValidationError as error:
