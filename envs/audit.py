@@ -32,10 +32,11 @@ def audit_episode(calls: Sequence[Call], final_state: Any = None) -> list[Audite
     from that state alone, so no member saw another's current output; (d) the next call, or
     ``final_state`` after the last one, starts from another state.
     """
-    audited = []
+    audited: list[AuditedEvent] = []
     for position, call in enumerate(calls):
         if call.kind != "event":
             continue
+        post: str | None
         if position + 1 < len(calls):
             post = calls[position + 1].state_id
         else:

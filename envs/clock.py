@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from types import TracebackType
 
 
 class Clock:
@@ -42,10 +43,15 @@ class Clock:
         self._start()
         return self
 
-    async def __aexit__(self, *error: object) -> bool | None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._stop()
         self._open = False  # nothing that outlives the body starts it again
-        return await self._timeout.__aexit__(*error)
+        await self._timeout.__aexit__(kind, error, traceback)
 
     def _start(self) -> None:
         if self._open and not self.expired:

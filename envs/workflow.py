@@ -353,10 +353,11 @@ class Team(ABC):
             raise ValueError(f"{type_}: a call needs at least one role")
         if len(set(roles)) != len(roles):
             raise ValueError(f"{type_}: a role acts once in an event, got {list(roles)}")
-        for role in roles if self._roles is not None else ():
-            if role not in self._roles:
+        known = roles if self._roles is None else self._roles
+        for role in roles:
+            if role not in known:
                 raise ValueError(
-                    f"{type_}: {role!r} is none of the workflow's roles: {', '.join(self._roles)}"
+                    f"{type_}: {role!r} is none of the workflow's roles: {', '.join(known)}"
                 )
         prompts = tuple(render(role, state) for role in roles)
         for role, prompt in zip(roles, prompts, strict=True):

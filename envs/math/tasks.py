@@ -252,8 +252,9 @@ def _problem(prompt: Any) -> str:
 
 def _gold(gold: Any) -> str | tuple[str, ...]:
     gold = unpacked(gold)
-    texts = [_gold_text(v) for v in (gold if isinstance(gold, list) else [gold])]
-    if not texts or any(text is None or not text.strip() for text in texts):
+    values = gold if isinstance(gold, list) else [gold]
+    texts = [text for v in values if (text := _gold_text(v)) is not None and text.strip()]
+    if not values or len(texts) < len(values):
         raise ValueError(f"gold answer: need text or a number, got {short(gold)}")
     return tuple(texts) if isinstance(gold, list) else texts[0]
 

@@ -57,7 +57,7 @@ def work_out(expression: str, slip: random.Random | None = None) -> tuple[list[s
     wrong = slip.randrange(max(1, len(rest))) if slip else None
     for i, term in enumerate(rest):
         result = value + int(term)
-        if i == wrong:
+        if slip and i == wrong:
             result = _slipped(result, slip)
         steps.append(f"{value}{term}={result}")
         value = result

@@ -132,14 +132,15 @@ class MathWorkflow:
         approved = stopped = False
         for round_ in range(1, self.rounds + 1):
             state = replace(state, round=round_)
-            active: Sequence[str] | None = self.solver_roles
+            active = self.solver_roles
             if self.router:
-                state, active = await self._route(state, team)
-                stopped = active == ()
+                state, chosen = await self._route(state, team)
+                stopped = chosen == ()
                 if stopped:
                     break
-                if active is None:
+                if chosen is None:
                     continue
+                active = chosen
             revising = bool(state.drafts) and self.revision == "revise"
             state = await self._propose(state, team, active[:1] if revising else active, revising)
             if self.verifier and (self.verify_last or round_ < self.rounds):

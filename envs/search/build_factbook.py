@@ -53,7 +53,8 @@ def build(package: Path) -> list[dict[str, Any]]:
     sources = {path.stem: path for path in sorted(package.glob("data/*/*.json"))}
     if not sources:
         raise ValueError(f"{package}: no data/REGION/CODE.json in this folder")
-    rows, borders = [], {}
+    rows: list[dict[str, Any]] = []
+    borders: dict[str, dict[str, float]] = {}
     for code in sorted(set(sources) - _NOT_COUNTRIES):
         record = json.loads(sources[code].read_text(encoding="utf-8"))
         name = _NAMES.get(code) or _name(record)

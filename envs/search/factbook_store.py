@@ -23,7 +23,7 @@ class FactbookConfig(tfds.core.BuilderConfig):
     name: str = ""
     split: Split = "train"
     hops: int = 2
-    fields: tuple[str, ...] | None = None
+    fields: Sequence[str] | None = None
     seed: int = 0
     size: int | None = None
 
@@ -106,7 +106,7 @@ def stored_tasks(
     *,
     split: Split,
     hops: int,
-    fields: tuple[str, ...] | None,
+    fields: Sequence[str] | None,
     seed: int,
     size: int | None,
 ) -> StoredTasks:

@@ -178,7 +178,7 @@ def _split_commas(text: str, bracketed: bool = False) -> list[str]:
     return [part.strip() for part in merged if part.strip()]
 
 
-def _list(parts: Sequence[str]) -> Node:
+def _list(parts: Sequence[str]) -> Many:
     items: list[Node] = []
     for part in parts:
         item = _read(part)
@@ -356,7 +356,7 @@ def _value(text: str) -> Value | Words:
             if not idle_lead(text[6:end]):
                 return Words(whole)
             text = rest
-    unit = Unit(name)
+    unit: Unit | None = Unit(name)
     if start := _text_tail(text):
         text, unit = text[:start], read_unit(text[start:])
     elif match := _WORD_TAIL.search(text):

@@ -90,16 +90,12 @@ def same(answer: Node, gold: Node, equal: Equal) -> bool:
             return same(answer, gold.items[0], equal)
     if isinstance(answer, Words) or isinstance(gold, Words):
         return bool(_words(answer)) and _words(answer) == _words(gold)
-    if type(answer) is not type(gold):
-        if {type(answer), type(gold)} == {Value, Matrix} and _factored(answer, gold):
-            return equal(answer.latex, gold.latex)  # a matrix with a factor
-        return False
-    match answer:
-        case Value():
+    match answer, gold:
+        case Value(), Value():
             return _same_value(answer, gold, equal)
-        case Many():
+        case Many(), Many():
             return _same_items(answer, gold, equal)
-        case Bracket():
+        case Bracket(), Bracket():
             names = {answer.name, gold.name} - {None}
             return (
                 (answer.opening, answer.closing) == (gold.opening, gold.closing)
@@ -107,14 +103,19 @@ def same(answer: Node, gold: Node, equal: Equal) -> bool:
                 and len(names) < 2
                 and all(same(a, g, equal) for a, g in zip(answer.items, gold.items, strict=True))
             )
-        case Matrix():
+        case Matrix(), Matrix():
             return [len(row) for row in answer.rows] == [len(row) for row in gold.rows] and all(
                 same(a, g, equal)
                 for rows in zip(answer.rows, gold.rows, strict=True)
                 for a, g in zip(*rows, strict=True)
             )
-        case Relation():
+        case Relation(), Relation():
             return _same_relation(answer, gold, equal)
+        case Value(), Matrix():
+            return _factored(answer) and equal(answer.latex, gold.latex)
+        case Matrix(), Value():
+            return _factored(gold) and equal(answer.latex, gold.latex)
+    return False
 
 
 def _states(answer: Relation, gold: Node, equal: Equal) -> bool:
@@ -131,8 +132,8 @@ def _same_steps(steps: Sequence[str], gold: Node, equal: Equal, strict: bool = F
     return all(same(read(s), gold, equal) for s in steps if strict or not unknowns(s))
 
 
-def _factored(answer: Node, gold: Node) -> bool:
-    value = answer if isinstance(answer, Value) else gold
+def _factored(value: Value) -> bool:
+    """Whether a value is a matrix with a factor."""
     return r"\begin" in value.latex
 
 
@@ -177,14 +178,14 @@ def _same_value(answer: Value, gold: Value, equal: Equal) -> bool:
         return False
     if answer.base or gold.base:
         if answer.base and gold.base and answer.base != gold.base:
-            values = [_in_base(v.latex, v.base) for v in (answer, gold)]
+            values = [_in_base(answer.latex, answer.base), _in_base(gold.latex, gold.base)]
             return None not in values and values[0] == values[1]
         return answer.latex.upper() == gold.latex.upper()
     if answer.name and gold.name and answer.name != gold.name:
         return same(
             Relation("=", answer.name, answer.latex), Relation("=", gold.name, gold.latex), equal
         )
-    if answer.name and not gold.name and _no_value(answer, gold):
+    if answer.name and not gold.name and _no_value(answer.name, gold):
         return False
     if answer.mark == gold.mark:
         return equal(answer.latex, gold.latex)
@@ -198,17 +199,17 @@ def _same_value(answer: Value, gold: Value, equal: Equal) -> bool:
     return r"\pi" in bare.latex and equal(rf"\frac{{({marked.latex})\pi}}{{180}}", bare.latex)
 
 
-def _no_value(answer: Value, gold: Value) -> bool:
-    """Whether an assignment says nothing of a bare gold: f(8) = 5, and A = B of choice B."""
-    return literal_call(answer.name) or bool(
-        _CHOICE.fullmatch(answer.name) and answer.name.isupper() and _CHOICE.fullmatch(gold.latex)
+def _no_value(name: str, gold: Value) -> bool:
+    """Whether naming a value says nothing of a bare gold: f(8) = 5, and A = B of choice B."""
+    return literal_call(name) or bool(
+        _CHOICE.fullmatch(name) and name.isupper() and _CHOICE.fullmatch(gold.latex)
     )
 
 
-def _in_base(digits: str, base: str | None) -> int | None:
+def _in_base(digits: str, base: str) -> int | None:
     try:
         return int(digits, int(base))
-    except (TypeError, ValueError):
+    except ValueError:
         return None
 
 

@@ -52,7 +52,7 @@ def literal_call(text: str) -> bool:
     return any(
         not (unknowns(arguments) or _STATEMENT.search(arguments))
         for name, arguments in _CALL.findall(text)
-        if not name.startswith("\\") or _COMMAND.match(name).group() in _GREEK
+        if (command := _COMMAND.match(name)) is None or command.group() in _GREEK
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
 from envs.math.grading.latex import MAX_CHARACTERS, clean, squeeze, unwrap
@@ -20,7 +21,7 @@ _DEC = rf"(?:{_INT}(?:\.[0-9]*)?|\.[0-9]+)"
 _SIGNED = rf"[+-]? ?{_DEC}"
 _FRAC = rf"\\frac\{{ ?({_SIGNED}) ?\}}\{{ ?({_SIGNED}) ?\}}"
 _POWER = r"10 ?\^ ?(?:\{ ?([+-]?[0-9]+) ?\}|([0-9]))"
-_NUMBER_FORMS = [
+_NUMBER_FORMS: list[tuple[re.Pattern[str], Callable[..., Fraction | None]]] = [
     (re.compile(rf"({_DEC})"), lambda a: _dec(a)),
     (re.compile(_FRAC), lambda a, b: _dec(a) / _dec(b)),
     (re.compile(rf"({_SIGNED}) ?/ ?({_SIGNED})"), lambda a, b: _dec(a) / _dec(b)),

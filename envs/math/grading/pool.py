@@ -138,8 +138,8 @@ class GraderPool:
             worker.kill()
         with contextlib.suppress(queue.Empty):
             while True:
-                if (worker := self._idle.get_nowait()) is not None:
-                    worker.close_pipes()
+                if (idle := self._idle.get_nowait()) is not None:
+                    idle.close_pipes()
         self._idle.put(None)  # threads that wait for a worker learn that the pool is closed
 
     def __enter__(self) -> GraderPool:
@@ -176,6 +176,9 @@ class _Worker:
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         )
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None  # both are pipes
+        self._stdin, self._stdout = stdin, stdout
         self._buffer = b""
         self._ready = False
 
@@ -186,8 +189,8 @@ class _Worker:
                 return self._ending()
             self._ready = True
         try:
-            self._process.stdin.write(request.encode() + b"\n")
-            self._process.stdin.flush()
+            self._stdin.write(request.encode() + b"\n")
+            self._stdin.flush()
         except BrokenPipeError:
             return self._ending()
         line = self._line(seconds)
@@ -199,19 +202,19 @@ class _Worker:
 
     def close_pipes(self) -> None:
         """For the thread that holds the worker."""
-        for pipe in (self._process.stdin, self._process.stdout):
+        for pipe in (self._stdin, self._stdout):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
 
     def _line(self, seconds: float) -> bytes | None:
         """The next line, or None at the end of the stream or of the time."""
         poll = select.poll()
-        poll.register(self._process.stdout, select.POLLIN)
+        poll.register(self._stdout, select.POLLIN)
         deadline = time.monotonic() + seconds
         while b"\n" not in self._buffer:
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 return None
-            chunk = os.read(self._process.stdout.fileno(), 65536)
+            chunk = os.read(self._stdout.fileno(), 65536)
             if not chunk:
                 return None
             self._buffer += chunk

@@ -163,7 +163,7 @@ def read_unit(text: str) -> Unit | None:
 
 def bare_unit(gap: str, text: str) -> Unit | None:
     """The unit in letters that follow a value without \\text; None where they are symbols."""
-    first = re.match(r"[a-zA-Z]+", text).group()
+    first = re.split(r"[^a-zA-Z]", text, maxsplit=1)[0]
     if first.lower() not in _SHORT and not (gap and len(first) > 3):
         return None
     return read_unit(text)
