@@ -15,25 +15,21 @@ from typing import Any, Literal
 import numpy as np
 
 from srpo_jax.events import Event
-from srpo_jax.objective_config import PRESETS, unknown_name
+from srpo_jax.objective_config import PRESETS, check_names, unknown_name
 
 EPSILON = 1e-6
-GROUP_KEYS = ("task", "event_type", "role", "turn")
-_CHOICES = {
-    "statistics": ("events", "episodes", "rows"),
-    "scale": ("std", "none"),
-    "std": ("population", "sample"),
-    "singleton": ("zero", "raw"),
-}
+Scale = Literal["std", "none"]
+Std = Literal["population", "sample"]
+Singleton = Literal["zero", "raw"]
 
 
 def group_advantages(
     returns: Sequence[float] | np.ndarray,
     groups: Sequence[Hashable],
     *,
-    scale: Literal["std", "none"] = "std",
-    std: Literal["population", "sample"] = "population",
-    singleton: Literal["zero", "raw"] = "zero",
+    scale: Scale = "std",
+    std: Std = "population",
+    singleton: Singleton = "zero",
     leave_one_out: bool = False,
     scale_floor: float = 0.0,
 ) -> np.ndarray:
@@ -50,7 +46,7 @@ def group_advantages(
     Result [E]: float32 for float32 returns, otherwise float64. ValueError on a wrong shape or an
     unknown switch.
     """
-    _check_choices({"scale": scale, "std": std, "singleton": singleton})
+    check_names(AdvantageConfig, {"scale": scale, "std": std, "singleton": singleton})
     given = np.asarray(returns)
     if given.ndim != 1 or len(groups) != len(given):
         raise ValueError(f"returns {given.shape} and groups ({len(groups)},) must be [E] both")
@@ -77,12 +73,6 @@ def group_advantages(
     return advantages.astype(np.float32) if given.dtype == np.float32 else advantages
 
 
-def _check_choices(given: dict[str, str]) -> None:
-    for name, value in given.items():
-        if value not in _CHOICES[name]:
-            raise unknown_name(name, value, _CHOICES[name])
-
-
 @dataclass(frozen=True)
 class AdvantageConfig:
     """Switches of the advantage; the defaults are SRPO (eq. 6).
@@ -97,21 +87,18 @@ class AdvantageConfig:
                      malformed / K; of a row, whole
     """
 
-    group: tuple[str, ...] = ("task", "event_type")
+    group: tuple[Literal["task", "event_type", "role", "turn"], ...] = ("task", "event_type")
     statistics: Literal["events", "episodes", "rows"] = "events"
-    scale: Literal["std", "none"] = "std"
-    std: Literal["population", "sample"] = "population"
-    singleton: Literal["zero", "raw"] = "zero"
+    scale: Scale = "std"
+    std: Std = "population"
+    singleton: Singleton = "zero"
     leave_one_out: bool = False
     scale_floor: float = 0.0
     invalid_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "group", tuple(self.group))
-        for key in self.group:
-            if key not in GROUP_KEYS:
-                raise unknown_name("group key", key, GROUP_KEYS)
-        _check_choices({name: getattr(self, name) for name in _CHOICES})
+        check_names(type(self), vars(self))
         for name in ("scale_floor", "invalid_penalty"):
             if not (np.isfinite(getattr(self, name)) and getattr(self, name) >= 0.0):
                 raise ValueError(

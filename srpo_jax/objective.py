@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from srpo_jax.objective_config import ObjectiveConfig
+from srpo_jax.objective_config import KL_ESTIMATORS, SET_REDUCTIONS, ObjectiveConfig
 
 # Beyond this |log-ratio| the exponent is held and its gradient is zero.
 MAX_LOG_RATIO = 20.0
@@ -118,9 +118,7 @@ def setwise_objective(
 
     # Masked before anything else sees it: a product with a mask would keep NaN and inf.
     gap = jnp.where(batch.token_valid, arrays["current"] - arrays["old"], 0)
-    set_scale = {"sqrt": batch.k**-0.5, "sum": jnp.ones_like(batch.k), "mean": 1 / batch.k}[
-        config.set_reduction
-    ]
+    set_scale = SET_REDUCTIONS[config.set_reduction](batch.k)
 
     def by_unit(gap):
         """Log-ratios of tokens -> of members and of events."""
@@ -173,7 +171,8 @@ def setwise_objective(
     kl = mean_entropy = jnp.zeros((), dtype)
     if reference_logp is not None:
         distance = jnp.where(batch.token_valid, arrays["current"] - arrays["reference_logp"], 0)
-        kl = _ratio(jnp.sum(_kl(distance, config.kl_estimator)), divisors.tokens, dtype)
+        kl_of_tokens = KL_ESTIMATORS[config.kl_estimator](distance, _bounded_exp)
+        kl = _ratio(jnp.sum(kl_of_tokens), divisors.tokens, dtype)
     if entropy is not None:
         total = jnp.sum(jnp.where(batch.token_valid, arrays["entropy"], 0))
         mean_entropy = _ratio(total, divisors.tokens, dtype)
@@ -197,7 +196,7 @@ def setwise_objective(
         ratio_min=jnp.where(some, jnp.min(ratio, initial=jnp.inf, where=valid), 1),
         ratio_max=jnp.where(some, jnp.max(ratio, initial=0, where=valid), 1),
         clip_fraction=_ratio(jnp.sum(clipped), num_units, dtype),
-        approx_kl=_ratio(jnp.sum(_kl(-gap, "k3")), count.tokens, dtype),
+        approx_kl=_ratio(jnp.sum(KL_ESTIMATORS["k3"](-gap, _bounded_exp)), count.tokens, dtype),
         zero_advantage_fraction=_ratio(count.events - live_events, count.events, dtype),
         num_events=count.events,
         num_tokens=count.tokens,
@@ -384,15 +383,6 @@ def _clipped_surrogate(
 
 def _bounded_exp(x: jax.Array) -> jax.Array:
     return jnp.exp(jnp.clip(x, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-
-
-def _kl(gap: jax.Array, estimator: str) -> jax.Array:
-    """Per-token estimate of the KL from ``gap`` = log q_cur - log q_ref, any shape."""
-    if estimator == "k1":
-        return gap
-    if estimator == "k2":
-        return gap**2 / 2
-    return _bounded_exp(-gap) - 1 + gap
 
 
 def _ratio(total: chex.Numeric, count: chex.Numeric, dtype: Any) -> jax.Array:

@@ -1,15 +1,31 @@
 """Switches of the objective, and the presets that set objective and advantage together.
 
-Kept apart from the objective itself so that a recipe can be checked without loading jax.
+Kept apart from the objective itself so that a recipe can be checked without loading jax. The type
+of a switch says its names, once: recipes and errors read them from there.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+# How an event joins the scores of its K members: their sum times a function of K, floating [E].
+SET_REDUCTIONS: dict[str, Callable[[Any], Any]] = {
+    "sqrt": lambda k: k**-0.5,
+    "sum": lambda k: 1.0,
+    "mean": lambda k: 1 / k,
+}
+# The KL to a reference at a token, from d = log q_cur - log q_ref, any shape. ``exp`` is that of
+# the objective, which holds a large exponent.
+KL_ESTIMATORS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
+    "k1": lambda d, exp: d,
+    "k2": lambda d, exp: d**2 / 2,
+    "k3": lambda d, exp: exp(-d) - 1 + d,
+}
 
 # Every recipe preset in one table: (objective switches, advantage switches). The second half is
 # read by srpo_jax.advantage.AdvantageConfig; what is left out keeps its default.
@@ -68,6 +84,41 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> ValueError:
 
 
 @dataclass(frozen=True)
+class KeyOf:
+    """Marks the type of a switch whose names are the keys of a table."""
+
+    table: Mapping[str, Any]
+
+
+def names_in(hint: Any) -> tuple[str, ...] | None:
+    """The names that a switch of this type may have, or each item of a list of them; None: it is
+    no choice of names."""
+    if get_origin(hint) is tuple:
+        return names_in(get_args(hint)[0])
+    if get_origin(hint) is Annotated:
+        return next((tuple(m.table) for m in hint.__metadata__ if isinstance(m, KeyOf)), None)
+    return get_args(hint) if get_origin(hint) is Literal else None
+
+
+@functools.cache
+def switch_types(config: type) -> dict[str, Any]:
+    """The type of each switch of a dataclass, by name."""
+    return get_type_hints(config, include_extras=True)
+
+
+def check_names(config: type, values: Mapping[str, Any]) -> None:
+    """Raises ValueError for a switch of ``config`` whose value is none of its names."""
+    for name, hint in switch_types(config).items():
+        known = names_in(hint)
+        if known is None or name not in values:
+            continue
+        value = values[name]
+        for item in value if get_origin(hint) is tuple else (value,):
+            if item not in known:
+                raise unknown_name(name, item, known)
+
+
+@dataclass(frozen=True)
 class ObjectiveConfig:
     """Switches of the objective; the defaults are SRPO. Hashable, so usable as a static argument.
 
@@ -97,7 +148,7 @@ class ObjectiveConfig:
     """
 
     ratio_unit: Literal["event", "member", "token", "none"] = "event"
-    set_reduction: Literal["sqrt", "sum", "mean"] = "sqrt"
+    set_reduction: Annotated[str, KeyOf(SET_REDUCTIONS)] = "sqrt"
     member_score: Literal["sum", "mean"] = "sum"
     loss_reduction: Literal[
         "event", "member", "token", "token_ratio", "sequence_mean", "constant_length"
@@ -107,20 +158,12 @@ class ObjectiveConfig:
     clip_high: float = 0.2
     dual_clip: float | None = None
     kl_coef: float = 0.0
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Annotated[str, KeyOf(KL_ESTIMATORS)] = "k3"
     entropy_coef: float = 0.0
     sampler_cap: float | None = None
 
     def __post_init__(self) -> None:
-        choices = {
-            "ratio_unit": tuple(_REDUCTIONS),
-            "set_reduction": ("sqrt", "sum", "mean"),
-            "member_score": ("sum", "mean"),
-            "kl_estimator": ("k1", "k2", "k3"),
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise unknown_name(name, getattr(self, name), known)
+        check_names(type(self), vars(self))
         unit, reduction = self.ratio_unit, self.loss_reduction
         if reduction not in _REDUCTIONS[unit]:
             raise ValueError(

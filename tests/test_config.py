@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from srpo_jax.advantage import AdvantageConfig
+from srpo_jax.objective_config import ObjectiveConfig, names_in, switch_types
 from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.plugins import build_reward, build_workflow, load_object, make_workflow
 from srpo_jax.recipe.recipe import WorkflowConfig, load_recipe, parse_recipe
@@ -349,6 +352,43 @@ def test_a_recipe_saved_with_null_for_every_switch_left_to_the_preset_still_resu
     assert load_recipe(saved).objective_config().dual_clip == 3.0
     off = recipe("objective.preset=dr_mas", "objective.clip_eps=0.1", "objective.dual_clip=null")
     assert off.first_difference(saved) == "objective.dual_clip is 3.0 there and None here"
+
+
+@pytest.mark.parametrize("config", [ObjectiveConfig, AdvantageConfig])
+def test_a_section_has_a_key_for_each_switch_of_its_dataclass(config):
+    """Every name of a choice is taken by the recipe and by the dataclass, and no other by either;
+    what the dataclass refuses beyond that, the recipe refuses too, naming section and key."""
+    section = "objective" if config is ObjectiveConfig else "advantage"
+    keys = set(type(getattr(recipe(), section)).model_fields)
+    assert keys - {"preset", "clip_eps"} == {field.name for field in fields(config)}
+    for name, hint in switch_types(config).items():
+        known = names_in(hint)
+        if known is None:
+            assert refusal(f"{section}.{name}=word").startswith(f"recipe: {section}.{name}: ")
+            continue
+        is_list = isinstance(getattr(config(), name), tuple)
+        where = f"{section}.{name}.0" if is_list else f"{section}.{name}"
+        said = "[unknown]" if is_list else "unknown"
+        assert refusal(f"{section}.{name}={said}") == (
+            f"recipe: {where}: 'unknown' is none of {', '.join(known)}"
+        )
+        with pytest.raises(ValueError, match=f"unknown {name} 'unknown': did you mean"):
+            config(**{name: ("unknown",) if is_list else "unknown"})
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        *[("objective.clip_low", -0.1), ("objective.clip_low", 1.5), ("objective.clip_high", -1)],
+        *[("objective.dual_clip", 1), ("objective.sampler_cap", 0), ("objective.length", 0)],
+        *[("objective.kl_coef", -1), ("objective.entropy_coef", -1)],
+        *[("advantage.scale_floor", -1), ("advantage.invalid_penalty", -1)],
+    ],
+)
+def test_numbers_of_the_wrong_size_are_refused_by_name(key, value):
+    section, name = key.split(".")
+    message = refusal(f"{key}={value}")
+    assert section in message and name in message and f"got {value}" in message
 
 
 def test_missing_and_circular_files(tmp_path):

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from srpo_jax.objective import MAX_LOG_RATIO, ObjectiveConfig, setwise_objective
-from srpo_jax.objective_config import PRESETS
+from srpo_jax.objective_config import KL_ESTIMATORS, PRESETS, SET_REDUCTIONS
+from srpo_jax.recipe.recipe import parse_recipe
+from srpo_jax.recipe.yaml import parse_yaml
 from tests.objective_oracle import (
     OTHER_ORACLES,
     PRESET_ORACLES,
@@ -19,6 +21,7 @@ from tests.objective_oracle import (
     padded,
     random_events,
 )
+from tests.test_config import MINIMAL
 
 SRPO = ObjectiveConfig()
 
@@ -488,3 +491,28 @@ def test_an_empty_response_counts_as_a_member():
     args["event_size"][:] = 2
     loss, *_ = run(**args, config=SRPO)
     np.testing.assert_allclose(loss, np.exp(-0.2 / np.sqrt(2)), rtol=1e-6)
+
+
+def test_a_set_reduction_or_a_kl_estimator_is_one_entry_of_a_table(monkeypatch):
+    """Two members with log-ratios 0.1 and 0.3: their sum over K^2 is 0.1. The recipe knows it."""
+    monkeypatch.setitem(SET_REDUCTIONS, "square", lambda k: k**-2.0)
+    monkeypatch.setitem(KL_ESTIMATORS, "abs", lambda d, exp: abs(d))
+    content = parse_yaml(MINIMAL, "minimal")
+    changes = ["objective.set_reduction=square", "objective.kl_estimator=abs"]
+    recipe = parse_recipe(content, [*changes, "objective.kl_coef=0.5"])
+    config = recipe.objective_config()
+    assert (config.set_reduction, config.kl_estimator) == ("square", "abs")
+    assert parse_recipe(parse_yaml(recipe.dump(), "dump")) == recipe
+    loss, _, metrics = run(
+        current_logp=np.array([[0.1], [0.3]], np.float32),
+        old_logp=np.zeros((2, 1), np.float32),
+        reference_logp=np.array([[0.3], [0.3]], np.float32),
+        loss_mask=np.ones((2, 1), bool),
+        row_event=np.array([0, 0]),
+        event_size=np.array([2]),
+        event_advantage=np.array([1.0], np.float32),
+        config=config,
+    )
+    np.testing.assert_allclose(metrics.log_ratio, [0.1], rtol=1e-6)
+    np.testing.assert_allclose(metrics.kl, 0.1, rtol=1e-6)
+    np.testing.assert_allclose(loss, -np.exp(0.1) + 0.5 * 0.1, rtol=1e-6)

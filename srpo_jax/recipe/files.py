@@ -143,7 +143,7 @@ def _with_value(content: Any, parts: list[str], value: Any, where: str) -> dict[
 
 def flat(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Key paths to values; an empty section stays as it is."""
-    values = {}
+    values: dict[str, Any] = {}
     for key, value in content.items():
         if isinstance(value, dict) and value:
             values |= flat(value, f"{prefix}{key}.")

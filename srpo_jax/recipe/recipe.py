@@ -7,17 +7,16 @@ and then its own keys, so that a preset chosen over a base is the whole preset.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
     field_validator,
-    model_serializer,
     model_validator,
 )
 
@@ -37,6 +36,7 @@ from srpo_jax.recipe.sections import (
     RolloutConfig,
     Section,
 )
+from srpo_jax.recipe.switches import Changes, of_switches
 from srpo_jax.recipe.yaml import dump_yaml
 
 __all__ = ["Recipe", "RecipeError", "TaskSet", "load_recipe", "parse_recipe"]
@@ -126,31 +126,8 @@ class TasksConfig(Section):
     eval: dict[str, TaskSet] = {}
 
 
-class _Changes(Section):
-    """What a recipe changes of a preset. A key that it does not say is as the preset has it."""
-
-    own: ClassVar[frozenset[str]]  # keys that are no switch of a preset: they always have a value
-    config: ClassVar[type]  # the dataclass of the switches
-
-    @model_serializer(mode="wrap")
-    def _only_said(self, dump: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """A dump says no more than the recipe: null is a value of its own (no dual clip)."""
-        said = self.own | self.model_fields_set
-        return {name: value for name, value in dump(self).items() if name in said}
-
-    def changes(self) -> dict[str, Any]:
-        """The switches that are said, as fields of ``config``. Null is a value where None is one,
-        and leaves any other switch to the preset."""
-        defaults = {field.name: field.default for field in fields(self.config)}
-        return {
-            name: getattr(self, name)
-            for name, default in defaults.items()
-            if name in self.own | self.model_fields_set
-            and (getattr(self, name) is not None or default is None)
-        }
-
-
-class ObjectiveSection(_Changes):
+@of_switches(ObjectiveConfig)
+class ObjectiveSection(Changes):
     """A preset, and what to change of it. A preset sets every switch: chosen over a base, it drops
     the base's changes, those of the ``advantage`` section included.
 
@@ -161,29 +138,14 @@ class ObjectiveSection(_Changes):
     """
 
     own = frozenset({"preset"})
-    config = ObjectiveConfig
 
     preset: str = "srpo"
     clip_eps: Positive | None = None
-    ratio_unit: Literal["event", "member", "token", "none"] | None = None
-    set_reduction: Literal["sqrt", "sum", "mean"] | None = None
-    member_score: Literal["sum", "mean"] | None = None
-    loss_reduction: (
-        Literal["event", "member", "token", "token_ratio", "sequence_mean", "constant_length"]
-        | None
-    ) = None
-    length: Count | None = None
-    clip_low: Positive | None = None
-    clip_high: Positive | None = None
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    kl_coef: NonNegative | None = None
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    entropy_coef: NonNegative | None = None
-    sampler_cap: Positive | None = None
 
     @model_validator(mode="after")
     def _one_clip(self) -> ObjectiveSection:
-        if self.clip_eps is not None and (self.clip_low is not None or self.clip_high is not None):
+        sides = (getattr(self, side) for side in ("clip_low", "clip_high"))
+        if self.clip_eps is not None and any(side is not None for side in sides):
             raise ValueError("`clip_eps` sets both sides: leave out `clip_low` and `clip_high`")
         return self
 
@@ -192,7 +154,8 @@ class ObjectiveSection(_Changes):
         return changes if eps is None else changes | {"clip_low": eps, "clip_high": eps}
 
 
-class AdvantageSection(_Changes):
+@of_switches(AdvantageConfig)
+class AdvantageSection(Changes):
     """What to change of the preset's advantage estimator.
 
     ``invalid_penalty`` belongs to no preset: it is taken off an event's return for its malformed
@@ -200,15 +163,7 @@ class AdvantageSection(_Changes):
     """
 
     own = frozenset({"invalid_penalty"})
-    config = AdvantageConfig
 
-    group: list[Literal["task", "event_type", "role", "turn"]] | None = None
-    statistics: Literal["events", "episodes", "rows"] | None = None
-    scale: Literal["std", "none"] | None = None
-    std: Literal["population", "sample"] | None = None
-    singleton: Literal["zero", "raw"] | None = None
-    leave_one_out: bool | None = None
-    scale_floor: NonNegative | None = None
     invalid_penalty: NonNegative = 0.1
 
 
