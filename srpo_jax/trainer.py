@@ -244,6 +244,8 @@ def update_step(
         if live is not None and parts.needs_gate:
             parts.learner.check_gate(live)
             progress.note("gate: scored the first batch twice, L_e = 0 exactly")
+            if sum(map(len, orders)) == 1 and recipe.objective_config().ratio_unit != "none":
+                progress.note("one update a batch: every ratio is 1, so the clip cannot act")
             parts.needs_gate = False
         reports = parts.learner.update(
             batches, orders=orders, on_step=advance, by_role=bool(every) and step % every == 0
