@@ -1,5 +1,6 @@
 # make quickstart   set-up, then both workflows end to end on the embedded tasks (CPU)
 # make test         set-up, then the tests
+# make docs         set-up, then the documentation in build/docs
 # make setup        .venv alone; PYTHON=/path/to/python3.12 chooses its Python (3.11 to 3.13)
 
 SHELL := /bin/bash
@@ -12,7 +13,7 @@ FITS  := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:
 WORKS := import sys, pip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 FROM  := import sys; print(sys.version_info[:2], sys.base_prefix)
 
-.PHONY: setup test quickstart lint
+.PHONY: setup test quickstart lint docs
 
 # A .venv that no set-up finished, that another one made, or whose Python does not work is made anew.
 setup:
@@ -54,3 +55,7 @@ quickstart: setup
 lint: setup
 	@$(RUN) -m ruff --version >/dev/null 2>&1 || $(RUN) -m pip install --quiet 'ruff>=0.9'
 	$(RUN) -m ruff check .
+
+docs: setup
+	@$(RUN) -c 'import mkdocstrings, material' 2>/dev/null || $(RUN) -m pip install --quiet 'mkdocs-material>=9.5,<10' 'mkdocstrings[python]>=1,<2'
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

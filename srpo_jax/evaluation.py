@@ -118,7 +118,7 @@ class CostSummary:
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """One benchmark's evaluation: ``correct`` [tasks, samples] bool, ``costs`` [tasks][samples].
+    """One benchmark's evaluation: ``correct`` [tasks, samples] bool, ``costs`` in the same nesting.
 
     An episode that failed or whose grade is undecided counts as wrong; ``failed`` and ``undecided``
     say how many did. Where none was graded the averages are NaN: nothing was measured.
@@ -157,7 +157,7 @@ class BenchmarkResult:
 
 
 def summarise_cost(correct: ArrayLike, costs: Sequence[Sequence[EpisodeCost]]) -> CostSummary:
-    """Costs of an evaluation; ``costs`` is [tasks][samples] like ``correct``."""
+    """Costs of an evaluation; ``costs`` is nested like ``correct``."""
     samples = _samples(correct)
     table = np.array(
         [[(c.tokens, c.calls, c.tools, c.events, c.seconds) for c in row] for row in costs],
