@@ -108,7 +108,7 @@ def record_episode(
     ``members`` maps an output's uid to its Member; index, uid and well-formedness are filled in
     here. An output without a Member makes its event incomplete.
     """
-    events = []
+    events: list[Event] = []
     for call in calls:
         if call.kind != "event":
             continue

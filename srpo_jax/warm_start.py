@@ -57,9 +57,11 @@ def transcripts(
         examples = []
         for index, task in chunk:
             rng = random.Random(f"{seed}/{index}")
-            team = ScriptedTeam(
-                lambda role, state, _, task=task, rng=rng: teacher(role, state, task, rng, poor)
-            )
+
+            def reply(role, state, _, task=task, rng=rng):
+                return teacher(role, state, task, rng, poor)
+
+            team = ScriptedTeam(reply)
             await workflow.run(task, team)
             found = []
             for call in team.calls:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 MASKED = -1e30
 GROUP = 8  # pages of a row whose partial sums are added up at a time
@@ -30,6 +31,10 @@ class Pages(NamedTuple):
 
     k: jax.Array
     v: jax.Array
+
+
+# The host builds them as numpy arrays, the programs take them as their arguments.
+HostOrDevice = jax.Array | np.ndarray
 
 
 class Work(NamedTuple):
@@ -46,14 +51,14 @@ class Work(NamedTuple):
     groups  [1] int32: groups of GROUP pages that some row needs
     """
 
-    page: jax.Array
-    rows: jax.Array
-    base: jax.Array
-    own: jax.Array
-    parts: jax.Array
-    chunks: jax.Array
-    owned: jax.Array
-    groups: jax.Array
+    page: HostOrDevice
+    rows: HostOrDevice
+    base: HostOrDevice
+    own: HostOrDevice
+    parts: HostOrDevice
+    chunks: HostOrDevice
+    owned: HostOrDevice
+    groups: HostOrDevice
 
 
 class Partial(NamedTuple):

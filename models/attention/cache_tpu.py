@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from models.attention.cache import MASKED, CacheAttention, Pages, Work, write_pages
+from models.attention.cache import MASKED, CacheAttention, HostOrDevice, Pages, Work, write_pages
 
 LANES = 128  # the minor axis of a tile
 SUBLANES = 8  # of a float32 tile
@@ -165,7 +165,7 @@ def decode_tokens(
     return out[:B, :N].astype(q_BNH.dtype), Pages(k, _turn(v) if turned else v), room
 
 
-def _items(work: Work, own_B: jax.Array, P: int) -> tuple[jax.Array, ...]:
+def _items(work: Work, own_B: jax.Array, P: int) -> tuple[HostOrDevice, ...]:
     """What the decode kernel must know of each item before it runs.
 
     page    [n] int32: the page to fetch; an item that sees nothing keeps the page before it

@@ -22,7 +22,8 @@ _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CHAIN = re.compile(r'channel_id=(\d+).*chain_id="(\d+)"')
 
 
-class Collective(NamedTuple):
+@dataclass(frozen=True)
+class Collective:
     """How often a kind of collective runs, and its bytes over all of these times."""
 
     count: int
@@ -58,7 +59,7 @@ def read_collectives(hlo: str, open_trips: Sequence[int] = ()) -> Collectives:
     """
     computations, entry = _parse(hlo)
     found = {kind: Collective(0, 0) for kind in KINDS}
-    chains: set[tuple[str, str]] = set()
+    chains: set[tuple[str | Any, ...]] = set()
     open_loops = 0
 
     def walk(name: str, times: int, depth: int) -> None:
@@ -122,7 +123,7 @@ def _size(shape: str, *, scalars: bool = True) -> int:
     total = 0
     for dtype, dims in _SHAPE.findall(shape):
         if dims or scalars:
-            bits = _BITS.get(dtype) or int(re.search(r"\d+", dtype).group())
+            bits = _BITS.get(dtype) or int(re.findall(r"\d+", dtype)[0])
             total += -(-bits * math.prod(int(d) for d in dims.split(",") if d) // 8)
     return total
 
@@ -141,7 +142,7 @@ def _trip_count(loop: _Instruction, computations: Mapping[str, Any]) -> int | No
 
 
 def _attribute(op: _Instruction, name: str) -> str:
-    return re.search(rf"\b{name}=%?([\w.\-]+)", op.text).group(1)
+    return re.findall(rf"\b{name}=%?([\w.\-]+)", op.text)[0]
 
 
 def _called(op: _Instruction) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from rich.table import Table
@@ -50,12 +50,13 @@ class ProgramReport:
         open_trips: Sequence[int] = (),
     ) -> ProgramReport:
         """``open_trips``: see ``read_collectives``."""
-        memory = compiled.memory_analysis()
+        memory: Any = compiled.memory_analysis()
+        costs: Any = compiled.cost_analysis()
+        hlo: Any = compiled.as_text()  # JAX has a None for other compilers in all three
         return cls(
             name, memory.argument_size_in_bytes, memory.output_size_in_bytes,
             memory.alias_size_in_bytes, memory.temp_size_in_bytes, memory.peak_memory_in_bytes,
-            float(compiled.cost_analysis().get("flops", 0.0)),
-            read_collectives(compiled.as_text(), open_trips), seconds,
+            float(costs.get("flops", 0.0)), read_collectives(hlo, open_trips), seconds,
         )  # fmt: skip
 
     @property
@@ -132,8 +133,8 @@ def collective_table(reports: Iterable[ProgramReport]) -> Table:
     for name in ("count", "GiB"):
         table.add_column(name, justify="right")
     for report in reports:
-        for kind, (count, size) in report.collectives.by_kind.items():
-            table.add_row(report.name, kind, str(count), _gib(size))
+        for kind, of_kind in report.collectives.by_kind.items():
+            table.add_row(report.name, kind, str(of_kind.count), _gib(of_kind.bytes))
     return table
 
 

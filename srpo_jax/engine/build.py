@@ -4,7 +4,7 @@ alone: what an engine runs, and what can be compiled ahead for devices that are 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -64,7 +64,7 @@ def build_programs(
     *,
     pages: int,
     vocab_size: int,
-    stop_ids: Sequence[int],
+    stop_ids: Collection[int],
     burst: int,
     dtype: Any,
 ) -> EnginePrograms:

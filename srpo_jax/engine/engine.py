@@ -16,7 +16,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -162,8 +162,11 @@ class Engine:
                 f"prompt has {length} tokens; the limit is {room} "
                 f"({self.cache_tokens} cache tokens less {request.max_tokens} for the response)"
             )
-        if request.stop_strings and self._tokenizer is None:
-            raise ValueError("stop_strings need an engine with a tokenizer")
+        stops = None
+        if request.stop_strings:
+            if self._tokenizer is None:
+                raise ValueError("stop_strings need an engine with a tokenizer")
+            stops = StopStrings(request.stop_strings, self._tokenizer)
         if not 0 <= request.top_logps <= min(TOP_LOGPS, self._embedded):
             raise ValueError(f"top_logps is {request.top_logps}, the most is {TOP_LOGPS}")
         low, top = min(request.prompt_ids), max(request.prompt_ids)
@@ -182,7 +185,6 @@ class Engine:
             )
         uid = self._uids
         self._uids += 1
-        stops = StopStrings(request.stop_strings, self._tokenizer) if request.stop_strings else None
         self._waiting[uid] = Running(uid, request, stops)
         return uid
 
@@ -231,21 +233,21 @@ class Engine:
         self.stats["decode_tokens"] += int(burst.counts.sum())
         finished = []
         for first, replica in enumerate(self._replicas):
-            for slot, running in list(replica.running.items()):
-                completion = self._extend(running, burst, first * B + slot)
+            for slot, request in list(replica.running.items()):
+                completion = self._extend(request, burst, first * B + slot)
                 if completion is not None:
                     replica.release(replica.running.pop(slot))
-                    finished.append((running.uid, completion))
+                    finished.append((request.uid, completion))
         return finished
 
     def run(self, requests: Sequence[Request]) -> list[Completion]:
         """Submits all, steps until all are done, and returns the completions in their order."""
         order = {self.submit(r): i for i, r in enumerate(requests)}
-        results: list[Completion | None] = [None] * len(requests)
+        results: dict[int, Completion] = {}
         while not self.idle:
             for uid, completion in self.step():
                 results[order[uid]] = completion
-        return results
+        return [results[i] for i in range(len(requests))]
 
     def _prepare_requests(self, counts: Sequence[int]) -> None:
         """Gets up to ``counts`` requests of each replica ready: takes their pages and queues their
@@ -292,7 +294,7 @@ class Engine:
         if request.top_logps:
             k = request.top_logps
             running.tops.append((burst.top_ids[row, :n, :k], burst.top_logps[row, :n, :k]))
-        reason = None
+        reason: Literal["stop", "length"] | None = None
         if running.ids and running.ids[-1] in self._stop_ids:
             reason = "stop"
         elif len(running.ids) >= request.max_tokens:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from models.attention.cache import CacheAttention, Pages, Work, new_pages
+from models.attention.cache import CacheAttention, HostOrDevice, Pages, Work, new_pages
 from models.config import ModelConfig
 from models.qwen import rope_tables
 from srpo_jax.engine.layout import REPLICA, TENSOR, Weights, weight_specs
@@ -26,20 +26,20 @@ from srpo_jax.engine.sampling import best_ids, draw, row_uniforms, token_logits
 class Sampling(NamedTuple):
     """How each row samples: temperature 0 is greedy; keys [B, 2] uint32 name the request."""
 
-    temperature: jax.Array  # float32
-    top_p: jax.Array  # float32
-    top_k: jax.Array  # int32, 0 = off
-    keys: jax.Array  # uint32 [B, 2]
+    temperature: HostOrDevice  # float32
+    top_p: HostOrDevice  # float32
+    top_k: HostOrDevice  # int32, 0 = off
+    keys: HostOrDevice  # uint32 [B, 2]
 
 
 class Slots(NamedTuple):
     """One request each, [B]."""
 
-    last: jax.Array  # int32: the token that is fed next
-    prompt: jax.Array  # int32: tokens in the prompt's pages, all but the prompt's last
-    drawn: jax.Array  # int32: tokens drawn so far, which equals those fed
-    limit: jax.Array  # int32: tokens to draw at most
-    active: jax.Array  # bool
+    last: HostOrDevice  # int32: the token that is fed next
+    prompt: HostOrDevice  # int32: tokens in the prompt's pages, all but the prompt's last
+    drawn: HostOrDevice  # int32: tokens drawn so far, which equals those fed
+    limit: HostOrDevice  # int32: tokens to draw at most
+    active: HostOrDevice  # bool
     sampling: Sampling
 
 
@@ -54,12 +54,12 @@ class EngineState(NamedTuple):
 class Plan(NamedTuple):
     """What the host decides for one burst."""
 
-    alive: jax.Array  # [B] bool: slots whose request still runs, as far as the host knows
-    admit: jax.Array  # [B] bool: slots that get a new request
+    alive: HostOrDevice  # [B] bool: slots whose request still runs, as far as the host knows
+    admit: HostOrDevice  # [B] bool: slots that get a new request
     new: Slots  # what they get
-    own: jax.Array  # [B, J] int32: the pages of each slot's own tokens; UNUSED past them
+    own: HostOrDevice  # [B, J] int32: the pages of each slot's own tokens; UNUSED past them
     work: Work
-    enough: jax.Array  # [1] int32: the burst ends early when so many requests have
+    enough: HostOrDevice  # [1] int32: the burst ends early when so many requests have
 
 
 class Burst(NamedTuple):
@@ -76,10 +76,10 @@ class Burst(NamedTuple):
 class Prefill(NamedTuple):
     """S pages of prompts. Unused ones write to UNUSED and have depth 0."""
 
-    tokens: jax.Array  # [S, P] int32
-    page: jax.Array  # [S] int32: where they are stored
-    context: jax.Array  # [S, J] int32: their prompts' pages up to and including them
-    depth: jax.Array  # [S] int32: how many those are
+    tokens: HostOrDevice  # [S, P] int32
+    page: HostOrDevice  # [S] int32: where they are stored
+    context: HostOrDevice  # [S, J] int32: their prompts' pages up to and including them
+    depth: HostOrDevice  # [S] int32: how many those are
 
 
 def empty_slots(slots: int) -> Slots:
@@ -132,7 +132,7 @@ def state_specs(state: EngineState) -> EngineState:
     )
 
 
-def embed(weights: Weights, tokens: jax.Array, axis: str | None) -> jax.Array:
+def embed(weights: Weights, tokens: HostOrDevice, axis: str | None) -> jax.Array:
     """Embeddings [..., D] of ids, from the device that holds them."""
     if axis is None:
         return weights.embedding[tokens]
@@ -281,7 +281,7 @@ def compiled_programs(
     ``weights`` and ``state`` only the structure is read."""
     axis = TENSOR if mesh.shape[TENSOR] > 1 else None
     where, each = state_specs(state), P(REPLICA)
-    common = {"config": config, "attention": attention, "axis": axis}
+    common: dict[str, Any] = {"config": config, "attention": attention, "axis": axis}
 
     def mapped(program, out):
         # Kernels say nothing of how their outputs vary over the mesh, so that check is off.

@@ -64,15 +64,23 @@ class _Transient(Exception):
         self.wait = wait
 
 
+@dataclass(kw_only=True)
+class _Exchange:
+    """One request to the server, over as many tries as it takes."""
+
+    retries: int = 0
+    stop: threading.Event = field(default_factory=threading.Event)
+    socket: socket.socket | None = None
+
+
 @dataclass
-class _Call:
+class _Call(_Exchange):
+    """One generation."""
+
     uid: int
     request: Request
     version: int | None
-    retries: int = 0
     taken: bool = False
-    stop: threading.Event = field(default_factory=threading.Event)
-    socket: socket.socket | None = None
 
 
 class RemoteEngine:
@@ -117,7 +125,7 @@ class RemoteEngine:
             parts = split_server_url(self.url)
         except ValueError as error:
             raise RemoteEngineError("remote_url", str(error)) from None
-        self._host, self._port = parts.hostname, parts.port
+        self._host, self._port = parts.hostname or "", parts.port  # it has a host
         self._https, self._path = parts.scheme == "https", parts.path
         self.model, self.version, self.slots = model, version, max_concurrent
         self.stats: collections.Counter[str] = collections.Counter()
@@ -140,7 +148,7 @@ class RemoteEngine:
 
         Raises RemoteEngineError or StalePolicy.
         """
-        answer = self._exchange("GET", "/v1/models", None, _Call(-1, None, self.version))
+        answer = self._exchange("GET", "/v1/models", None, _Exchange())
         data = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(data, list) or not all(isinstance(entry, dict) for entry in data):
             raise RemoteEngineError(
@@ -236,10 +244,13 @@ class RemoteEngine:
         results: dict[int, Completion | RemoteEngineError] = {}
         while not self.idle:
             results.update(self.step())
+        completions = []
         for uid in order:
-            if isinstance(results[uid], RemoteEngineError):
-                raise results[uid]
-        return [results[uid] for uid in order]
+            result = results[uid]
+            if isinstance(result, RemoteEngineError):
+                raise result
+            completions.append(result)
+        return completions
 
     def close(self) -> None:
         """Cancels what runs and ends the threads."""
@@ -288,7 +299,7 @@ class RemoteEngine:
             body["stop_token_ids"] = self._stop_ids
         return body
 
-    def _exchange(self, method: str, path: str, body: bytes | None, call: _Call) -> Any:
+    def _exchange(self, method: str, path: str, body: bytes | None, call: _Exchange) -> Any:
         """The JSON of a 200 answer, after as many tries as it takes and is allowed."""
         wait, failure = 0.0, ""
         for attempt in range(self._retries + 1):
@@ -306,7 +317,7 @@ class RemoteEngine:
             "remote_unreachable", f"{self.url}: {failure} ({self._retries + 1} tries)"
         )
 
-    def _try(self, method: str, path: str, body: bytes | None, call: _Call) -> Any:
+    def _try(self, method: str, path: str, body: bytes | None, call: _Exchange) -> Any:
         kind = http.client.HTTPSConnection if self._https else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=min(CONNECT_SECONDS, self._timeout))
         deadline = time.monotonic() + self._timeout

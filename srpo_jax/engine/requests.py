@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class Completion:
 
     ids: list[int]
     logps: np.ndarray
-    stop_reason: str
+    stop_reason: Literal["stop", "length"]
     version: int
     top_ids: np.ndarray | None = None
     top_logps: np.ndarray | None = None

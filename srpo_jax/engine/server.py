@@ -125,9 +125,9 @@ class EnginePump:
         for ticket in self._running.values():
             self._end(ticket, failure)
         while not self._stopping or not self._inbox.empty():
-            ticket = self._inbox.get()
-            if ticket is not None:
-                self._end(ticket, failure)
+            late = self._inbox.get()
+            if late is not None:
+                self._end(late, failure)
 
     def _take(self) -> None:
         """Moves what came in to the engine; waits for it while there is nothing to do."""
@@ -153,7 +153,7 @@ class EngineFailed(RuntimeError):
 
     exit_code = 1
 
-    def __init__(self, what: str, error: Exception):
+    def __init__(self, what: str, error: Exception | None):
         lines = str(error).strip().splitlines()
         super().__init__(f"{what}: {lines[0] if lines else type(error).__name__}")
 
@@ -181,7 +181,9 @@ class CompletionServer(ThreadingHTTPServer):
         listener: socket.socket | None = None,
     ):
         listener = listener or listen("127.0.0.1", 0)
-        super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
+        address = listener.getsockname()
+        super().__init__(address, _Handler, bind_and_activate=False)
+        self._host, self._port = address[:2]
         self.socket.close()  # the base class's own
         self.socket = listener
         self.engine, self.tokenizer, self.name = engine, tokenizer, name
@@ -189,8 +191,8 @@ class CompletionServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        host, port = self.server_address[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}"
 
     def run(self) -> NoReturn:
         """Serves until the engine breaks, and tells clients so for a moment.
@@ -410,7 +412,7 @@ def parse_request(body: dict[str, Any], tokenizer: ChatTokenizer) -> Request:
 
 def _logprobs(done: Completion, tokenizer: ChatTokenizer) -> dict[str, Any]:
     tops = None
-    if done.top_ids is not None:
+    if done.top_ids is not None and done.top_logps is not None:
         tops = [
             {tokenizer.decode([i]): logp for i, logp in zip(*step, strict=True)}
             for step in zip(done.top_ids.tolist(), done.top_logps.tolist(), strict=True)

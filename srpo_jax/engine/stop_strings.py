@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Protocol
 
 _PARTIAL = "\ufffd"  # what a decoder gives for a character whose bytes are not all there
@@ -17,7 +18,8 @@ class TextDecoder(Protocol):
     special_tokens  texts of the tokens that ``decode`` leaves out unless ``special``
     """
 
-    special_tokens: Collection[str]
+    @property
+    def special_tokens(self) -> Collection[str]: ...
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str: ...
 
@@ -60,9 +62,7 @@ class StopStrings:
         for special in (False, True):
             group = [s for s in strings if names_special(s, tokenizer.special_tokens) == special]
             if group:
-                self._searches.append(
-                    _Search(group, lambda ids, kept=special: tokenizer.decode(ids, special=kept))
-                )
+                self._searches.append(_Search(group, partial(tokenizer.decode, special=special)))
 
     def end(self, ids: Sequence[int]) -> int | None:
         """The number of tokens that complete the earliest stop string, or None.

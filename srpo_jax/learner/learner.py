@@ -129,7 +129,7 @@ class Learner:
         config = self.objective
         # Where the log-probs' own values enter the loss they are needed even on policy.
         own_values = config.kl_coef or config.entropy_coef or config.sampler_cap
-        old = [None] * len(batches)
+        old: list[TokenScores | None] = [None] * len(batches)
         if len(steps) > 1 or own_values:
             old = [self.score(batch) for batch in batches]
         references = [self._reference_logp(batch) for batch in batches]
@@ -267,10 +267,8 @@ class Learner:
     def _place(self, batch: EventBatch) -> tuple[TokenArrays, EventArrays]:
         """The batch's arrays on the mesh."""
         tokens = TokenArrays(*(getattr(batch, name) for name in TokenArrays._fields))
-        events = EventArrays(
-            *(getattr(batch, name) for name in EventArrays._fields[:-1]),
-            skipped=np.asarray(batch.skipped, np.int32),
-        )
+        rows_and_events = [getattr(batch, name) for name in EventArrays._fields[:-1]]
+        events = EventArrays._make([*rows_and_events, np.asarray(batch.skipped, np.int32)])
         return (
             jax.device_put(tokens, self._shardings.tokens),
             jax.device_put(events, self._shardings.whole),

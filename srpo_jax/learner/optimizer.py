@@ -84,7 +84,7 @@ def apply_by_leaf(
     place, and rounding to nearest would lose them. The draws depend on step and leaf alone.
     """
     update = optax.with_extra_args_support(optimizer).update
-    leaves = jax.tree.structure(params)
+    leaves: Any = jax.tree.structure(params)
     codes = _leaf_codes(params)
     results = []
     for chosen in range(leaves.num_leaves):

@@ -124,7 +124,8 @@ def state_shardings(mesh: Mesh, params: dict, optimizer: optax.GradientTransform
     """``params``: arrays or ShapeDtypeStructs. Moments take the sharding of their parameter."""
     shardings, whole = tree_shardings(mesh, params), replicated(mesh)
     opt_shardings = opt_state_shardings(optimizer, params, shardings, whole)
-    return Shardings(TrainState(shardings, opt_shardings, whole), batch_sharding(mesh), whole)
+    state = TrainState._make((shardings, opt_shardings, whole))
+    return Shardings(state, batch_sharding(mesh), whole)
 
 
 def build_programs(
@@ -230,12 +231,10 @@ def build_programs(
         return TrainState(params, opt_state, state.updates + good), norm, good
 
     tokens, whole, params = shardings.tokens, shardings.whole, shardings.state.params
-    sums = Accumulated(params, whole, whole)
+    sums = Accumulated._make((params, whole, whole))
     return Programs(
-        score=jax.jit(
-            score, in_shardings=(params, tokens, whole), out_shardings=TokenScores(tokens, tokens)
-        ),
-        weigh=jax.jit(weigh, out_shardings=(TokenWeights(tokens, tokens, tokens), whole, whole)),
+        score=jax.jit(score, in_shardings=(params, tokens, whole), out_shardings=tokens),
+        weigh=jax.jit(weigh, out_shardings=(tokens, whole, whole)),
         accumulate=jax.jit(
             accumulate, in_shardings=(params, tokens, tokens, whole), out_shardings=sums
         ),

@@ -64,12 +64,12 @@ def resolve(
     accepted answers, not problems. Raises DataError (``where`` names the set).
     """
     try:
-        if spec.path is None:
-            tasks = _named(spec, spec.split or split, data_dir)
-        elif ".py:" in spec.path:
-            tasks = _from_function(spec, spec.split or split, folder)
+        if spec.name is not None:
+            tasks = _named(spec.name, spec, spec.split or split, data_dir)
+        elif ".py:" in (path := str(spec.path)):
+            tasks = _from_function(path, spec, spec.split or split, folder)
         else:
-            tasks = _from_file(spec, folder, search)
+            tasks = _from_file(path, spec, folder, search)
     except ValueError as error:
         raise DataError(f"{where}: {error}") from error
     if not len(tasks):
@@ -110,40 +110,41 @@ class TaskStream:
         return [self._tasks[int(self._order[first + i])] for i in range(self._per_step)]
 
 
-def _named(spec: TaskSet, split: str, data_dir: Path) -> Sequence[Task]:
-    if spec.name in SEARCH_SETS:
+def _named(name: str, spec: TaskSet, split: str, data_dir: Path) -> Sequence[Task]:
+    make: Callable[..., Sequence[Task]]
+    if name in SEARCH_SETS:
         from envs.search.factbook_store import search_tasks
 
-        make, name = search_tasks, spec.name
+        make, builder = search_tasks, name
     else:
         from envs.math.tasks import math_tasks
 
-        make, name = math_tasks, spec.name.removeprefix("reasoning_gym/")
-    arguments = {"split": split, "seed": spec.seed, "size": spec.size}
+        make, builder = math_tasks, name.removeprefix("reasoning_gym/")
+    arguments: dict[str, Any] = {"split": split, "seed": spec.seed, "size": spec.size}
     for key in arguments.keys() & spec.args.keys():
         raise DataError(f"args.{key}: `{key}` stands beside `args`, not in it")
     try:
-        return make(name, data_dir=data_dir, **arguments, **spec.args)
+        return make(builder, data_dir=data_dir, **arguments, **spec.args)
     except TypeError as error:
-        raise DataError(f"{spec.name}: args: {error}") from error
+        raise DataError(f"{name}: args: {error}") from error
 
 
-def _from_file(spec: TaskSet, folder: Path, search: bool) -> Sequence[Task]:
+def _from_file(path: str, spec: TaskSet, folder: Path, search: bool) -> Sequence[Task]:
     if search:
         from envs.search.tasks import read_tasks
     else:
         from envs.math.tasks import read_tasks
 
     if spec.split is not None or spec.args:
-        raise DataError(f"{spec.path}: a file has no `split` and takes no `args`")
-    return read_tasks(find_file(spec.path, folder))[: spec.size]
+        raise DataError(f"{path}: a file has no `split` and takes no `args`")
+    return read_tasks(find_file(path, folder))[: spec.size]
 
 
-def _from_function(spec: TaskSet, split: str, folder: Path) -> Sequence[Task]:
+def _from_function(path: str, spec: TaskSet, split: str, folder: Path) -> Sequence[Task]:
     """What a user's function returns; ``split``, ``seed``, ``size`` are given if it takes them."""
-    function = load_object(spec.path, folder)
+    function = load_object(path, folder)
     if not callable(function):
-        raise DataError(f"{spec.path} is not a function, got {short(function)}")
+        raise DataError(f"{path} is not a function, got {short(function)}")
     offered = {"split": split, "seed": spec.seed, "size": spec.size}
     names = inspect.signature(function).parameters
     args = {name: value for name, value in offered.items() if name in names} | spec.args
@@ -154,20 +155,19 @@ def _from_function(spec: TaskSet, split: str, folder: Path) -> Sequence[Task]:
         tasks = list(islice(made, spec.size))
     except Exception as error:
         cause = error.__cause__ or error
-        file = find_file(spec.path.rpartition(":")[0], folder)
+        file = find_file(path.rpartition(":")[0], folder)
         place = place_in(file, cause)
         if place == str(file):  # refused before the function ran, or what it returned is
-            raise DataError(f"{spec.path}: {error}") from error
+            raise DataError(f"{path}: {error}") from error
         raise DataError(f"{place}: {type(cause).__name__}: {cause}") from error
     items: dict[str, int] = {}
     for index, task in enumerate(tasks):
         if problem := _problem(task):
-            raise DataError(f"{spec.path}: item {index} {problem}")
+            raise DataError(f"{path}: item {index} {problem}")
         earlier = items.setdefault(task.id, index)
         if earlier != index:
             raise DataError(
-                f"{spec.path}: item {index} has the id {task.id!r} of item {earlier}; ids must "
-                "differ"
+                f"{path}: item {index} has the id {task.id!r} of item {earlier}; ids must differ"
             )
     return tasks
 

@@ -99,9 +99,9 @@ def parse_yaml(text: str, where: str) -> Any:
         ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
+        place = f"{where}:{mark.line + 1}" if mark else where
         problem = getattr(error, "problem", None) or str(error)
-        raise RecipeError(f"{where}{line}: {' '.join(problem.split())}") from None
+        raise RecipeError(f"{place}: {' '.join(problem.split())}") from None
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

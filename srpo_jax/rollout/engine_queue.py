@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from envs.clock import Clock
 from envs.workflow import EpisodeFailed
 from srpo_jax.engine import Completion, Engine, Request
+from srpo_jax.engine.remote import RemoteEngine, RemoteEngineError
 
 
 class EngineQueue:
     """What episodes await while ``pump`` steps the engine. ``seconds`` bounds a wait for slots."""
 
-    def __init__(self, engine: Engine, seconds: float):
+    def __init__(self, engine: Engine | RemoteEngine, seconds: float):
         self.engine = engine
         self._seconds = seconds
-        self._futures: dict[int, asyncio.Future[Completion]] = {}
+        self._futures: dict[int, asyncio.Future[Completion | RemoteEngineError]] = {}
         self._waiting: dict[asyncio.Future[None], Sequence[int]] = {}  # calls without their slots
         self._wake = asyncio.Event()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,11 +12,13 @@ MARK = "[...] "  # stands where a text was cut
 
 
 class Tokenizer(Protocol):
-    """What prompting needs of models.tokenizer.ChatTokenizer."""
+    """What rollouts and warm starts need of models.tokenizer.ChatTokenizer."""
 
     def encode_chat(self, system: str, user: str, *, thinking: bool = False) -> list[int]: ...
+    def encode_text(self, text: str) -> list[int]: ...
     def count_text(self, text: str) -> int: ...
     def cut_text(self, text: str, limit: int, keep: str = "last") -> str: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from envs.workflow import (
     Workflow,
 )
 from srpo_jax.engine import Engine, PromptTooLong, Request, request_key
+from srpo_jax.engine.remote import RemoteEngine
 from srpo_jax.events import Episode, Member, record_episode
 from srpo_jax.rollout.engine_queue import EngineQueue
 from srpo_jax.rollout.prompting import Fitted, Tokenizer, fit_prompt
@@ -175,8 +176,8 @@ class Rollout:
 
     def __init__(
         self,
-        engine: Engine,
-        tokenizer: Any,
+        engine: Engine | RemoteEngine,
+        tokenizer: Tokenizer,
         workflow: Workflow,
         *,
         reward: Reward | None = None,
@@ -234,10 +235,10 @@ class Rollout:
         started = time.perf_counter()
         try:
             async with team.clock:
-                outcome = self._workflow.run(plan.task, team)
-                if inspect.isawaitable(outcome):
-                    outcome = await outcome
-                outcome = checked_outcome(outcome, self._workflow.run)
+                returned: Any = self._workflow.run(plan.task, team)
+                if inspect.isawaitable(returned):
+                    returned = await returned
+                outcome = checked_outcome(returned, self._workflow.run)
                 score = await self._score(plan.task, outcome, team)
             result.outcome = outcome
             if score.error is None:
@@ -249,7 +250,8 @@ class Rollout:
             else:
                 result.failure, result.detail = UNDECIDED, score.error
         except asyncio.CancelledError:
-            if asyncio.current_task().cancelling():
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
                 raise
             result.failure, result.detail = "CancelledError", "the workflow cancelled itself"
         except Exception as error:  # a user's workflow or reward: dropped, counted, shown
@@ -329,4 +331,4 @@ def episode_cost(team: EngineTeam) -> dict[str, float]:
 
 def count_failures(results: Sequence[EpisodeResult]) -> collections.Counter[str]:
     """Failed episodes by cause."""
-    return collections.Counter(r.failure for r in results if r.failed)
+    return collections.Counter(r.failure for r in results if r.failure is not None and r.failed)

@@ -13,7 +13,7 @@ def episode_record(
 ) -> dict[str, Any]:
     """What ``launch.show`` prints. ``advantages`` maps event ids to their members' advantages."""
     plan, team, episode = result.plan, result.team, result.episode
-    events = []
+    events: list[dict[str, Any]] = []
     for call in team.calls:
         if call.kind != "event":
             continue

@@ -33,7 +33,7 @@ def evaluate(
     config = parts.recipe.evaluation
     progress = progress or RunProgress(0, 0, None)
     results: dict[str, BenchmarkResult] = {}
-    first: EpisodeResult | None = None  # of those without a grade
+    ungraded: list[EpisodeResult] = []  # the first one
     for index, (name, tasks) in enumerate(parts.benchmarks.items()):
         chosen = tasks[: config.tasks] if config.tasks else tasks
         plans = [
@@ -47,11 +47,11 @@ def evaluate(
         if parts.recipe.rollout.remote:  # what a server fails says nothing about the model
             check_failures(episodes, parts.recipe.rollout.max_failed_fraction)
         results[name] = benchmark_result(chosen, episodes, config.samples)
-        first = first or next((r for r in episodes if r.failure is not None), None)
+        ungraded = ungraded or [r for r in episodes if r.failure is not None][:1]
     if results and not any(result.graded for result in results.values()):
         raise TrainingFailed(
             f"evaluation: none of {sum(r.correct.size for r in results.values())} episodes was "
-            f"graded; the first, {_why(first)}"
+            f"graded; the first, {_why(ungraded[0])}"
         )
     return results
 
@@ -84,7 +84,7 @@ def _cost(result: EpisodeResult) -> EpisodeCost:
 
 def evaluation_metrics(results: Mapping[str, BenchmarkResult]) -> dict[str, float]:
     """The figures of an evaluation as metrics of its step."""
-    metrics = {}
+    metrics: dict[str, float] = {}
     for name, result in results.items():
         metrics |= {
             f"eval/{name}/avg": result.avg,

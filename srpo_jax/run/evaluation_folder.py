@@ -41,7 +41,7 @@ GENERATED_SIZE = 64  # tasks of a generated set where no size is asked for
 LONGEST = 2048  # prompt and response tokens together where no recipe says them
 
 # Keys that a recipe must have for training and that say nothing about an evaluation.
-_TRAINING = {
+_TRAINING: dict[str, dict[str, Any]] = {
     "tasks": {"train": {"name": "arithmetic", "size": 1}},
     "rollout": {"tasks_per_step": 1, "group_size": 1},
     "optimizer": {"lr": 1e-6},

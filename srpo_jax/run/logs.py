@@ -189,16 +189,18 @@ def read_verdicts(run_dir: str | Path) -> dict[int, dict[str, np.ndarray]]:
 
     Raises RunFileError for a file that does not hold them.
     """
-    verdicts = {}
+    verdicts: dict[int, dict[str, np.ndarray]] = {}
     for step, path in _step_files(Path(run_dir) / VERDICTS_FOLDER, ".json"):
         content = _json(_text(path, path.read_bytes()), str(path))
         due = RunFileError(f"{path}: verdicts are due, {{benchmark: [[0, 1, ...], ...]}}")
         if not isinstance(content, dict):
             raise due
-        arrays = {name: _rectangle(rows) for name, rows in content.items()}
-        if any(a is None or a.size == 0 or not np.isin(a, (0, 1)).all() for a in arrays.values()):
-            raise due
-        verdicts[step] = {name: array.astype(bool) for name, array in arrays.items()}
+        verdicts[step] = {}
+        for name, rows in content.items():
+            array = _rectangle(rows)
+            if array is None or array.size == 0 or not np.isin(array, (0, 1)).all():
+                raise due
+            verdicts[step][name] = array.astype(bool)
     return verdicts
 
 

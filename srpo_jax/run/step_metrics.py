@@ -81,10 +81,10 @@ def row_metrics(
     trained; zero_advantage: counted but not computed; incomplete: of an event that misses a member;
     draft: of no event; failed: of an episode that failed or whose grade is undecided.
     """
-    ended = [r for r in results if r.episode is not None]
-    of_events = sum(len(event.members) for r in ended for event in r.episode.events)
-    drafts = [call for r in ended for call in r.team.calls if call.kind == "draft"]
-    metrics = {
+    ended = [(r.episode, r.team) for r in results if r.episode is not None]
+    of_events = sum(len(event.members) for episode, _ in ended for event in episode.events)
+    drafts = [call for _, team in ended for call in team.calls if call.kind == "draft"]
+    counts = {
         "rows/sampled": sum(len(r.team.members) for r in results),
         "rows/trained": sum(int(batch.event_size.sum()) for batch in batches),
         "rows/zero_advantage": sum(batch.skipped[1] for batch in batches),
@@ -92,8 +92,8 @@ def row_metrics(
         "rows/draft": sum(len(call.outputs) for call in drafts),
         "rows/failed": sum(len(r.team.members) for r in results if r.episode is None),
     }
-    metrics["update/fill"] = _mean([batch.fill for batch in batches])
-    return {name: float(value) for name, value in metrics.items()}
+    metrics = {name: float(count) for name, count in counts.items()}
+    return metrics | {"update/fill": _mean([batch.fill for batch in batches])}
 
 
 def update_metrics(
@@ -163,9 +163,9 @@ def update_metrics(
 
 def _mean(values: Sequence[Any], weights: Sequence[float] | None = None) -> float:
     """The mean of the finite values; NaN where there is none, or none that weighs anything."""
-    values = np.asarray(values, np.float64)
-    weights = np.ones(len(values)) if weights is None else np.asarray(weights, np.float64)
-    weights = np.where(np.isfinite(values), weights, 0)
-    if not weights.any():
+    x = np.asarray(values, np.float64)
+    w = np.ones(len(x)) if weights is None else np.asarray(weights, np.float64)
+    w = np.where(np.isfinite(x), w, 0)
+    if not w.any():
         return float("nan")
-    return float(np.average(np.where(weights > 0, values, 0), weights=weights))
+    return float(np.average(np.where(w > 0, x, 0), weights=w))

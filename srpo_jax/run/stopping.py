@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 STOPPED = 75  # the exit code of a run that was stopped: the same command goes on from there
 GRACE = 4.0  # seconds until a process that is busy with what may be abandoned ends without it
@@ -44,7 +44,7 @@ class StopRequest:
         self.requested = False
         self.on_end: Callable[[], None] | None = None  # saves what there is before the process ends
         self._owns_process, self._grace = owns_process, grace
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Any] = {}
         self._busy = threading.RLock()  # held by who must not be cut off, and by who ends it all
         self._wakeup: tuple[socket.socket, int] | None = None  # and the one before it
 

@@ -61,8 +61,9 @@ def _penalty_share(
 ) -> float:
     """Of the tasks with an advantage in any event, the share in which every episode has the same
     reward and some output is malformed."""
-    rewards, malformed = collections.defaultdict(set), collections.defaultdict(bool)
-    slot_of = {}
+    rewards: dict[int, set[float]] = collections.defaultdict(set)
+    malformed: dict[int, bool] = collections.defaultdict(bool)
+    slot_of: dict[str, int] = {}
     for result in results:
         if result.episode is not None:
             rewards[result.plan.slot].add(result.episode.reward)
