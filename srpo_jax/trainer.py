@@ -29,7 +29,7 @@ from srpo_jax.run.logs import EpisodeWriter, MetricLogger, plain_row, write_verd
 from srpo_jax.run.minibatches import apply_truncation, epoch_orders, split_minibatches
 from srpo_jax.run.progress import RunProgress
 from srpo_jax.run.step_metrics import CV_WINDOW, rollout_metrics, row_metrics, update_metrics
-from srpo_jax.run.stopping import STOPPED, Stopped, StopRequest
+from srpo_jax.run.stopping import STOPPED, Stopped, StopRequest, no_end
 from srpo_jax.run.warnings import step_warnings
 
 DONE = 0
@@ -52,7 +52,7 @@ def run(
         stop = stop or stack.enter_context(StopRequest())
         progress = stack.enter_context(RunProgress(recipe.trainer.steps, 0, console))
         stack.enter_context(locked(recipe.run_dir))
-        stack.callback(setattr, stop, "on_end", None)
+        stack.callback(setattr, stop, "on_end", no_end)
         stop.on_end = lambda: progress.note("stopped while starting; the same command resumes")
         try:
             check_run_folder(recipe)
@@ -116,11 +116,10 @@ class Training:
         if self.done == 0 and self.recipe.evaluation.every:
             self.logger.log(0, self._evaluate())
         if self.unlogged is not None:  # stopped before the end of the last step's evaluation
-            self._conclude()
+            self._conclude(self.unlogged)
         while self.done < steps:
             self.stop.check()
-            self._step()
-            self._conclude()
+            self._conclude(self._step())
         self.stop.check()
 
     def finish(self) -> None:
@@ -133,7 +132,7 @@ class Training:
 
     def save_and_say(self) -> None:
         """Saves the last complete step, unless it is safe already, and says that the run stops."""
-        self.stop.on_end = None
+        self.stop.on_end = no_end
         if self.done > self.saved:
             self._save()
         self.checkpoints.wait()
@@ -147,8 +146,9 @@ class Training:
         with self.stop.finishing(), contextlib.closing(self.logger), contextlib.closing(self.best):
             self.checkpoints.close()
 
-    def _step(self) -> None:
-        """One rollout batch and its updates; leaves the engine with the new weights."""
+    def _step(self) -> dict[str, Any]:
+        """One rollout batch and its updates, and their metrics; leaves the engine with the new
+        weights."""
         clock, generated = _Clock(), self.progress.generated()
         results = sample_step(self.parts, self.done, self.progress)
         self.stop.check()
@@ -156,12 +156,14 @@ class Training:
         rate = (self.progress.generated() - generated) / clock.seconds["time/rollout"]
         with self.stop.finishing():
             metrics = update_step(self.parts, self.done, results, self.writer, self.progress, clock)
-            self.unlogged = plain_row(metrics | clock.seconds | {"time/tokens_per_second": rate})
+            row = plain_row(metrics | clock.seconds | {"time/tokens_per_second": rate})
+            self.unlogged = row
             self.done += 1
+        return row
 
-    def _conclude(self) -> None:
+    def _conclude(self, metrics: dict[str, Any]) -> None:
         """Evaluates the last step if that is due, logs it, and saves what is due."""
-        trainer, every, metrics = self.recipe.trainer, self.recipe.evaluation.every, self.unlogged
+        trainer, every = self.recipe.trainer, self.recipe.evaluation.every
         is_last = self.done == trainer.steps
         if every and (self.done % every == 0 or is_last):
             metrics = metrics | self._evaluate()

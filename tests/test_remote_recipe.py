@@ -79,7 +79,7 @@ def bare(folder, tmp_path):
 
 
 def benchmark(recipe):
-    return run_evaluation.evaluate(run_parts.build_parts(recipe, train=False))
+    return run_evaluation.evaluate(run_parts.build_evaluation_parts(recipe))
 
 
 def remote(server, **settings):
@@ -120,14 +120,14 @@ class TestEvaluation:
             folder, f"model.path={bare}", nobody, "rollout.response_tokens=1000000"
         )
         with pytest.raises(RecipeError, match=r"rollout\.response_tokens is 1000096, but .* posit"):
-            run_parts.build_parts(too_long, train=False)
+            run_parts.build_evaluation_parts(too_long)
         config = json.loads((bare / "config.json").read_text())
         (bare / "config.json").write_text(json.dumps(config | {"vocab_size": 16}))
         recipe = tiny_recipe(folder, f"model.path={bare}", nobody)
         with pytest.raises(
             CheckpointError, match=r"the tokenizer has \d+ ids, the model embeds 16"
         ):
-            run_parts.build_parts(recipe, train=False)
+            run_parts.build_evaluation_parts(recipe)
 
     def test_the_key_of_the_environment_is_sent(self, folder, server, monkeypatch):
         asked = []
@@ -140,7 +140,7 @@ class TestEvaluation:
         monkeypatch.setattr(completion_server._Handler, "do_GET", do_get)
         monkeypatch.setenv("TINY_KEY", "sesame")
         for settings in ({}, {"api_key_env": "TINY_KEY"}):
-            run_parts.build_parts(tiny_recipe(folder, remote(server, **settings)), train=False)
+            run_parts.build_evaluation_parts(tiny_recipe(folder, remote(server, **settings)))
         assert asked == [None, "Bearer sesame"]
 
     def test_stale_weights_are_noticed_before_anything_runs(self, folder, server, run):

@@ -26,7 +26,7 @@ from srpo_jax.learner.batch import build_batch
 from srpo_jax.learner.learner import Learner
 from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.run import build as run_parts
-from srpo_jax.run.build import build_parts
+from srpo_jax.run.build import build_evaluation_parts
 from srpo_jax.run.evaluate import TrainingFailed, evaluate
 from srpo_jax.run.logs import episode_steps, read_episodes, read_metrics
 from srpo_jax.run.minibatches import apply_truncation, split_minibatches
@@ -292,7 +292,7 @@ def test_a_users_workflow_and_reward_are_passed_in_python(tmp_path):
 
 
 def test_evaluation_alone_uses_the_built_in_grader(tmp_path):
-    (name, result), *more = evaluate(build_parts(tiny_recipe(tmp_path), train=False)).items()
+    (name, result), *more = evaluate(build_evaluation_parts(tiny_recipe(tmp_path))).items()
     assert (name, more) == ("sums", [])
     assert result.correct.shape == (2, 2) and result.failed == 0
     assert not (tmp_path / "run").exists()

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from srpo_jax.rollout.rollout import EpisodeResult, episode_cost
 
 
 def episode_record(
-    result: EpisodeResult, step: int, advantages: Mapping[str, Sequence[float]]
+    result: EpisodeResult, step: int, advantages: Mapping[str, Sequence[float] | np.ndarray]
 ) -> dict[str, Any]:
     """What ``launch.show`` prints. ``advantages`` maps event ids to their members' advantages."""
     plan, team, episode = result.plan, result.team, result.episode

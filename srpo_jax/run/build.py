@@ -16,6 +16,7 @@ from models.attention.select import attention_on
 from models.checkpoint_files import stored_dtypes
 from models.config import CheckpointError, ModelConfig
 from models.convert import load_config, load_hf, save_hf
+from models.qwen import Qwen
 from models.tokenizer import ChatTokenizer
 from srpo_jax.engine import Engine
 from srpo_jax.engine.remote import RemoteEngine
@@ -27,7 +28,7 @@ from srpo_jax.learner.sharding import batch_shards, make_mesh
 from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.plugins import build_reward, build_workflow, check_reward, check_workflow
 from srpo_jax.recipe.recipe import Recipe
-from srpo_jax.recipe.tasks import TaskStream, check_prompts, task_sets
+from srpo_jax.recipe.tasks import RecipeTasks, TaskStream, check_prompts, task_sets
 from srpo_jax.rollout.rollout import Rollout, SamplingConfig
 from srpo_jax.run.build_engine import local_engine, remote_engine
 
@@ -39,9 +40,8 @@ class NonFiniteGradients(RuntimeError):
 
 
 @dataclass
-class Parts:
-    """The parts of one run. ``learner`` and ``stream`` are None where nothing is trained; only
-    then can the engine be a remote one."""
+class EvaluationParts:
+    """What evaluates a policy. Only where nothing is trained can the engine be a remote one."""
 
     recipe: Recipe
     config: ModelConfig
@@ -49,16 +49,23 @@ class Parts:
     engine: Engine | RemoteEngine
     rollout: Rollout
     benchmarks: dict[str, Sequence[Task]]
-    train_sampling: SamplingConfig
     eval_sampling: SamplingConfig
-    learner: Learner | None = None
-    stream: TaskStream | None = None
+
+
+@dataclass
+class Parts(EvaluationParts):
+    """The parts of a run that trains."""
+
+    engine: Engine
+    train_sampling: SamplingConfig
+    learner: Learner
+    stream: TaskStream
+    export_dtype: str | dict[str, np.dtype]
     needs_gate: bool = True
     grad_norms: list[float] = field(default_factory=list)
     nonfinite: int = 0  # updates in a row that were skipped
     dropping: int = 0  # and those that went without some of their events
     shapes: ShapeMemory = field(default_factory=ShapeMemory)
-    export_dtype: Any = None
 
     def sync(self) -> None:
         """Gives the learner's weights to the engine; the version counts applied updates."""
@@ -102,49 +109,106 @@ def build_parts(
     *,
     workflow: Workflow | None = None,
     reward: Callable[..., Any] | None = None,
-    train: bool = True,
     starting: Callable[[str], None] = lambda what: None,
     check: Callable[[], None] = lambda: None,
 ) -> Parts:
-    """Loads and checks everything that a run needs, cheap checks first.
+    """Loads and checks everything that training needs, cheap checks first.
 
     ``starting`` is told what comes next; ``check`` is called between these parts and while episodes
     run: what it raises abandons them.
 
     Raises RecipeError, DataError or CheckpointError, each one line that names what is wrong.
     """
-    if train and recipe.rollout.remote is not None:
+    if recipe.rollout.remote is not None:
         raise RecipeError(
             "rollout.remote: training samples with the learner's own weights; leave it out, or "
             "evaluate with launch.evaluate"
         )
+    begin = _beginner(starting, check)
+    begin("reading tasks")
+    workflow = build_workflow(recipe) if workflow is None else check_workflow(workflow)
+    reward = build_reward(recipe) if reward is None else check_reward(reward)
+    sets = task_sets(recipe)
+    begin(f"loading model {recipe.model.path}")
+    mesh = make_mesh(**recipe.learner.mesh.model_dump())
+    check_mesh(recipe, mesh)
+    model, config = _load_model(recipe, mesh)
+    tokenizer = _load_tokenizer(recipe, config, sets)
+    begin("building learner")
+    learner = Learner(
+        model, make_optimizer(recipe.optimizer, recipe.total_updates),
+        mesh=mesh, settings=learner_settings(recipe, tokenizer.vocab_size),
+    )  # fmt: skip
+    begin("building engine")  # after the learner, whose memory is not free
+    engine = local_engine(recipe, model, tokenizer, mesh)
+    return Parts(
+        recipe=recipe, config=config, tokenizer=tokenizer, engine=engine,
+        rollout=Rollout(engine, tokenizer, workflow, reward=reward, check=check),
+        benchmarks=sets.benchmarks,
+        train_sampling=_sampling(recipe, temperature=recipe.rollout.temperature),
+        eval_sampling=_eval_sampling(recipe),
+        learner=learner,
+        stream=TaskStream(sets.train, recipe.rollout.tasks_per_step, recipe.seed),
+        export_dtype=export_dtype(recipe, tokenizer.folder),
+    )  # fmt: skip
 
+
+def build_evaluation_parts(
+    recipe: Recipe,
+    *,
+    starting: Callable[[str], None] = lambda what: None,
+    check: Callable[[], None] = lambda: None,
+) -> EvaluationParts:
+    """Loads and checks everything that an evaluation needs; arguments and errors are those of
+    ``build_parts``, and RemoteEngineError where ``rollout.remote`` does not answer."""
+    begin = _beginner(starting, check)
+    begin("reading tasks")
+    workflow, reward = build_workflow(recipe), build_reward(recipe)
+    sets = task_sets(recipe, train=False)
+    begin(f"loading model {recipe.model.path}")
+    engine: Engine | RemoteEngine
+    if recipe.rollout.remote is not None:
+        config = load_config(recipe.model.path, revision=recipe.model.revision, weights=False)
+        tokenizer = _load_tokenizer(recipe, config, sets)
+        begin("building engine")
+        engine = remote_engine(recipe.rollout.remote, tokenizer)
+    else:
+        mesh = make_mesh(**recipe.learner.mesh.model_dump())
+        model, config = _load_model(recipe, mesh)
+        tokenizer = _load_tokenizer(recipe, config, sets)
+        begin("building engine")
+        engine = local_engine(recipe, model, tokenizer, mesh)
+    return EvaluationParts(
+        recipe=recipe, config=config, tokenizer=tokenizer, engine=engine,
+        rollout=Rollout(engine, tokenizer, workflow, reward=reward, check=check),
+        benchmarks=sets.benchmarks, eval_sampling=_eval_sampling(recipe),
+    )  # fmt: skip
+
+
+def _beginner(starting: Callable[[str], None], check: Callable[[], None]) -> Callable[[str], None]:
     def begin(what: str) -> None:
         check()
         starting(what)
 
-    begin("reading tasks")
-    workflow = build_workflow(recipe) if workflow is None else check_workflow(workflow)
-    reward = build_reward(recipe) if reward is None else check_reward(reward)
-    sets = task_sets(recipe, train=train)
-    rollout = recipe.rollout
-    begin(f"loading model {recipe.model.path}")
-    mesh = None if rollout.remote else make_mesh(**recipe.learner.mesh.model_dump())
-    if train:
-        check_mesh(recipe, mesh)
-    if rollout.remote:
-        config = load_config(recipe.model.path, revision=recipe.model.revision, weights=False)
-    else:
-        model, config = load_hf(
-            recipe.model.path, dtype=jnp.dtype(recipe.model.param_dtype), mesh=mesh,
-            revision=recipe.model.revision,
-        )  # fmt: skip
+    return begin
+
+
+def _load_model(recipe: Recipe, mesh: Mesh) -> tuple[Qwen, ModelConfig]:
+    return load_hf(
+        recipe.model.path, dtype=jnp.dtype(recipe.model.param_dtype), mesh=mesh,
+        revision=recipe.model.revision,
+    )  # fmt: skip
+
+
+def _load_tokenizer(recipe: Recipe, config: ModelConfig, sets: RecipeTasks) -> ChatTokenizer:
+    """The model's, once it, the recipe's lengths and the prompts of its tasks fit each other."""
     tokenizer = ChatTokenizer(recipe.model.path, revision=recipe.model.revision)
     if tokenizer.vocab_size > config.vocab_size:
         raise CheckpointError(
             f"{recipe.model.path}: the tokenizer has {tokenizer.vocab_size} ids, the model embeds "
             f"{config.vocab_size}"
         )
+    rollout = recipe.rollout
     longest = rollout.prompt_tokens + rollout.response_tokens
     if longest > config.max_position:
         raise RecipeError(
@@ -152,39 +216,26 @@ def build_parts(
             f"{recipe.model.path} was made for {config.max_position} positions"
         )
     check_prompts(sets, tokenizer.count_text, rollout.prompt_tokens)
-    learner = None
-    if train:
-        begin("building learner")
-        learner = Learner(
-            model, make_optimizer(recipe.optimizer, recipe.total_updates),
-            mesh=mesh, settings=learner_settings(recipe, tokenizer.vocab_size),
-        )  # fmt: skip
-    begin("building engine")  # after the learner, whose memory is not free
-    engine = (
-        remote_engine(recipe, tokenizer)
-        if rollout.remote
-        else local_engine(recipe, model, tokenizer, mesh)
-    )
-    common = {
-        "prompt_tokens": rollout.prompt_tokens, "response_tokens": rollout.response_tokens,
-        "thinking": rollout.thinking, "stop_strings": tuple(rollout.stop_strings),
-        "episode_seconds": rollout.episode_seconds, "tool_seconds": rollout.tool_seconds,
-        "queue_seconds": rollout.queue_seconds,
-    }  # fmt: skip
-    evaluation = recipe.evaluation
-    return Parts(
-        recipe=recipe, config=config, tokenizer=tokenizer, engine=engine,
-        rollout=Rollout(engine, tokenizer, workflow, reward=reward, check=check),
-        benchmarks=sets.benchmarks,
-        train_sampling=SamplingConfig(temperature=rollout.temperature, **common),
-        eval_sampling=SamplingConfig(
-            temperature=evaluation.temperature, top_p=evaluation.top_p, top_k=evaluation.top_k,
-            **common,
-        ),
-        learner=learner,
-        stream=TaskStream(sets.train, rollout.tasks_per_step, recipe.seed) if train else None,
-        export_dtype=export_dtype(recipe, tokenizer.folder) if train else None,
+    return tokenizer
+
+
+def _sampling(
+    recipe: Recipe, *, temperature: float, top_p: float = 1.0, top_k: int = 0
+) -> SamplingConfig:
+    rollout = recipe.rollout
+    return SamplingConfig(
+        prompt_tokens=rollout.prompt_tokens, response_tokens=rollout.response_tokens,
+        temperature=temperature, top_p=top_p, top_k=top_k, thinking=rollout.thinking,
+        stop_strings=tuple(rollout.stop_strings), episode_seconds=rollout.episode_seconds,
+        tool_seconds=rollout.tool_seconds, queue_seconds=rollout.queue_seconds,
     )  # fmt: skip
+
+
+def _eval_sampling(recipe: Recipe) -> SamplingConfig:
+    evaluation = recipe.evaluation
+    return _sampling(
+        recipe, temperature=evaluation.temperature, top_p=evaluation.top_p, top_k=evaluation.top_k
+    )
 
 
 def export_dtype(recipe: Recipe, folder: Path) -> str | dict[str, np.dtype]:

@@ -30,6 +30,7 @@ from srpo_jax.engine.remote import RemoteEngine
 from srpo_jax.learner.sharding import bytes_per_device
 from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.recipe import Recipe
+from srpo_jax.recipe.sections import RemoteConfig
 
 WEIGHTS_SHARE = 0.3  # of a device's memory that an engine's weights may take beside a learner's
 _MEMINFO = Path("/proc/meminfo")  # Linux
@@ -139,7 +140,7 @@ def settings_mesh(
     """
     axes = {"replicas": -1, "tensor": 1}
     if settings.mesh is not None:
-        axes = settings.mesh
+        axes = dict(settings.mesh)
     elif memory is not None:
         size = num_params * settings.dtype.itemsize
         axes["tensor"] = fewest_devices(config, len(devices), size, WEIGHTS_SHARE * memory)
@@ -189,13 +190,12 @@ def cache_budget(
     return min(int(CACHE_SHARE * max(free, 0)) // one, whole)
 
 
-def remote_engine(recipe: Recipe, tokenizer: ChatTokenizer) -> RemoteEngine:
+def remote_engine(remote: RemoteConfig, tokenizer: ChatTokenizer) -> RemoteEngine:
     """The server of ``rollout.remote``, asked whether it has the model.
 
     Raises RecipeError for a key that is not in the environment, RemoteEngineError for a server that
     does not answer or serves something else.
     """
-    remote = recipe.rollout.remote
     settings = remote.model_dump(exclude={"api_key_env"})
     if remote.api_key_env is not None:
         if not os.environ.get(remote.api_key_env):

@@ -9,7 +9,7 @@ import numpy as np
 from envs.workflow import Task
 from srpo_jax.evaluation import BenchmarkResult, EpisodeCost, macro
 from srpo_jax.rollout.rollout import UNDECIDED, EpisodePlan, EpisodeResult, episode_cost
-from srpo_jax.run.build import Parts
+from srpo_jax.run.build import EvaluationParts
 from srpo_jax.run.progress import RunProgress
 
 
@@ -20,7 +20,7 @@ class TrainingFailed(RuntimeError):
 
 
 def evaluate(
-    parts: Parts,
+    parts: EvaluationParts,
     progress: RunProgress | None = None,
     keep: Callable[[str, Sequence[EpisodeResult]], object] = lambda name, episodes: None,
 ) -> dict[str, BenchmarkResult]:

@@ -153,13 +153,13 @@ def evaluate_and_keep(
     Raises RecipeError, DataError, CheckpointError or TrainingFailed, each one line.
     """
     from srpo_jax.rollout.transcript import episode_record
-    from srpo_jax.run.build import build_parts
+    from srpo_jax.run.build import build_evaluation_parts
     from srpo_jax.run.evaluate import evaluate
 
     folder, started = recipe.run_dir, time.perf_counter()
     check_folder(recipe)
     with RunProgress(0, 0, console) as progress:
-        parts = build_parts(recipe, train=False, starting=progress.starting, check=check)
+        parts = build_evaluation_parts(recipe, starting=progress.starting, check=check)
         if not recipe.rollout.remote:
             progress.generated = lambda: parts.engine.stats["decode_tokens"]
         with _said_as_options(), locked(folder):

@@ -67,7 +67,7 @@ class RunProgress:
         self._phase: _Phase | None = None
         self._starting: str | None = None
         self._warned: dict[str, int] = {}
-        self.generated: Callable[[], int] | None = None  # tokens generated so far, by any phase
+        self.generated: Callable[[], int] = lambda: 0  # tokens generated so far, by any phase
         self._over = threading.Event()
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -175,7 +175,7 @@ class RunProgress:
             self.tick()
 
     def _tokens(self) -> int:
-        return 0 if self.generated is None else self.generated()
+        return self.generated()
 
     def _rate(self, phase: _Phase) -> str:
         new, seconds = self._tokens() - phase.tokens, self._clock() - phase.started

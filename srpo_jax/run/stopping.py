@@ -31,6 +31,10 @@ class Stopped(Exception):
     exit_code = STOPPED
 
 
+def no_end() -> None:
+    """There is nothing to save or say."""
+
+
 class StopRequest:
     """A context manager: while it is entered, SIGTERM and SIGINT ask the run to stop.
 
@@ -42,7 +46,7 @@ class StopRequest:
 
     def __init__(self, *, owns_process: bool = False, grace: float = GRACE):
         self.requested = False
-        self.on_end: Callable[[], None] | None = None  # saves what there is before the process ends
+        self.on_end: Callable[[], None] = no_end  # saves what there is before the process ends
         self._owns_process, self._grace = owns_process, grace
         self._previous: dict[int, Any] = {}
         self._busy = threading.RLock()  # held by who must not be cut off, and by who ends it all
@@ -112,8 +116,7 @@ class StopRequest:
         with self._busy:
             code = STOPPED
             try:
-                if self.on_end is not None:
-                    self.on_end()
+                self.on_end()
             except Exception as error:
                 print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
                 code = 1
