@@ -55,13 +55,14 @@ def _at_once(graphdef, params, sums, inputs, head, head_stage, forward):
 
 def _layer_by_layer(graphdef, params, sums, inputs, head, head_stage, forward):
     model: Qwen = nnx.merge(graphdef, params)
-    step = model.layer_step(*inputs[1:], forward)
+    tokens_BT, positions_BT, segment_ids_BT = inputs
+    step = model.layer_step(positions_BT, segment_ids_BT, forward)
     layers_def, _ = nnx.split(model.layers)
     norm_def, _ = nnx.split(model.norm)
     embed_def, _ = nnx.split(model.embed)
 
     def embed(params):
-        return nnx.merge(embed_def, params)(inputs[0], forward)
+        return nnx.merge(embed_def, params)(tokens_BT, forward)
 
     def layer(x, params):
         return step(x, nnx.merge(layers_def, params))

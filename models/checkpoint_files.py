@@ -247,7 +247,7 @@ def write_tensors(folder: Path, tensors: list[TensorToWrite], max_shard_bytes: i
     if len(shards) == 1:
         _write_file(folder / SINGLE_NAME, shards[0])
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write_file(folder / name, shard)

@@ -141,11 +141,11 @@ def load_hf(
         kept = functools.reduce(jnp.promote_types, [tensor.dtype for tensor in stored])
         read = _parameter_reader(stored, sources[path], shape, np.dtype(dtype or kept))
         if mesh is None:
-            array = jnp.asarray(read((slice(None),) * len(shape)))
+            array = jnp.asarray(read(None))
         else:
             array = jax.make_array_from_callback(shape, param_sharding(mesh, path, shape), read)
         state[path].set_value(array)
-    return nnx.merge(graphdef, nnx.from_flat_state(state)), config
+    return nnx.merge(graphdef, nnx.from_flat_state(state.items())), config
 
 
 def save_hf(
@@ -176,7 +176,7 @@ def save_hf(
     """
     config = config or model.config
     _, state = nnx.split(model)
-    params = {path: param[...] for path, param in nnx.to_flat_state(state)}
+    params = {path: param[...] for path, param in _by_path(state).items()}
     sources = parameter_sources(config)
     if sources.keys() != params.keys():
         odd = sorted(".".join(path) for path in sources.keys() ^ params.keys())
@@ -258,7 +258,12 @@ def copy_side_files(source: str | Path, target: Path) -> None:
 def abstract_model(config: ModelConfig) -> tuple[Any, dict[Path_, Any]]:
     """The graph definition, and parameter path -> Param of a shape without a value."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen(config, rngs=nnx.Rngs(0))))
-    return graphdef, dict(nnx.to_flat_state(state))
+    return graphdef, _by_path(state)
+
+
+def _by_path(state: nnx.State) -> dict[Path_, Any]:
+    """The parameters of a module's state; the steps of all their paths are names."""
+    return {tuple(map(str, path)): param for path, param in nnx.to_flat_state(state)}
 
 
 def _check_against_files(
@@ -307,14 +312,16 @@ def _check_tied_head(folder: Path, head: StoredTensor, embedding: StoredTensor |
 
 def _parameter_reader(
     stored: list[StoredTensor], source: _Source, shape: tuple[int, ...], dtype: np.dtype
-) -> Callable[[tuple[slice, ...]], np.ndarray]:
-    """Reads any part of a parameter from its files; equal parts (replicas) are read once."""
+) -> Callable[[tuple[slice, ...] | None], np.ndarray]:
+    """Reads any part of a parameter (None: all) from its files; equal parts are read once."""
     parts: dict[tuple, np.ndarray] = {}
 
     def view(tensor: StoredTensor) -> np.ndarray:
         return tensor.open().T if source.transposed else tensor.open()
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        if index is None:
+            index = (slice(None),) * len(shape)
         ranges = [range(size)[part] for size, part in zip(shape, index, strict=True)]
         key = tuple((r.start, r.stop) for r in ranges)
         if key not in parts:
@@ -335,7 +342,7 @@ def _tensor_reader(
 ) -> Callable[[], np.ndarray]:
     def read() -> np.ndarray:
         values = array
-        if not array.is_fully_addressable:
+        if isinstance(array.sharding, NamedSharding) and not array.is_fully_addressable:
             replicated = NamedSharding(array.sharding.mesh, PartitionSpec())
             if source.stacked:
                 values = jax.jit(lambda x, i: x[i], out_shardings=replicated)(array, layer)

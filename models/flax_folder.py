@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from models.checkpoint_files import read_config, write_json
 from models.config import CheckpointError, ModelConfig
@@ -79,7 +79,7 @@ def load_params(
     abstract = {}
     for name, param in state.items():
         if mesh is None:
-            sharding = SingleDeviceSharding(jax.local_devices()[0])
+            sharding: Sharding = SingleDeviceSharding(jax.local_devices()[0])
         else:
             sharding = param_sharding(mesh, name, param.shape)
         kept = dtype or stored[name].dtype
@@ -95,4 +95,4 @@ def load_params(
     arrays = nnx.traversals.flatten_mapping(loaded["params"])
     for name, param in state.items():
         param.set_value(arrays[name])
-    return nnx.merge(graphdef, nnx.from_flat_state(state))
+    return nnx.merge(graphdef, nnx.from_flat_state(state.items()))

@@ -127,12 +127,10 @@ def decode_tokens_gpu(
         v_BKvH,
         *cache,
     )
-    out = _combine(
-        *(x.reshape(n, Kv, R, G, *x.shape[3:]) for x in (highest, total, summed)),
-        work,
-        q_BNH.dtype,
-        interpret,
+    highest, total, summed = (
+        x.reshape(n, Kv, R, G, *x.shape[3:]) for x in (highest, total, summed)
     )
+    out = _combine(highest, total, summed, work, q_BNH.dtype, interpret)
     return out.reshape(B, N, H), Pages(*new), room
 
 

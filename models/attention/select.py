@@ -58,12 +58,13 @@ def _form(name: str, platform: str, mesh: Mesh | None) -> Attention:
         )
         if name != "blocked":
             return functools.partial(_kernel_or_blocked, name, mesh)
-    return {
+    forms: dict[str, Attention] = {
         "plain": plain_attention,
         "blocked": functools.partial(over_mesh, blocked_attention, mesh),
         "splash": functools.partial(splash_attention, mesh=mesh),
         "triton": functools.partial(gpu_attention, mesh=mesh),
-    }[name]
+    }
+    return forms[name]
 
 
 def _kernel_or_blocked(name, mesh, q, k, v, segment_ids):
