@@ -260,8 +260,8 @@ def gap_of(model: Model, requests: Sequence[Request], done: Sequence[Completion]
         if request.temperature > 0:
             drawn = uniforms(request, len(completion.ids))
             draws += [
-                margin(*at, (token,))
-                for *at, token in zip(logps, drawn, completion.ids, strict=True)
+                margin(logps_V, uniform, (token,))
+                for logps_V, uniform, token in zip(logps, drawn, completion.ids, strict=True)
             ]
     sums = np.array([gap.sum(dtype=np.float64) for gap in gaps])
     events = sums[: len(sums) // MEMBERS * MEMBERS].reshape(-1, MEMBERS).sum(1)

@@ -64,10 +64,10 @@ def entry(main: Callable[[], int | None], *, tear_down: bool = True) -> NoReturn
         sys.stderr.close()
         code = 0
     except Exception as error:
-        code = exit_code(error)
-        if code is None:
+        if (failure := exit_code(error)) is None:
             raise
         print(f"error: {message(error)}", file=sys.stderr)
+        code = failure
     if not tear_down:
         with contextlib.suppress(OSError, ValueError):  # their reader has left
             sys.stdout.flush()

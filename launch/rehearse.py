@@ -19,7 +19,16 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from envs.workflow import EpisodeFailed, Outcome, Prompt, ScriptedTeam, Task, Team, Workflow
+from envs.workflow import (
+    EpisodeFailed,
+    Outcome,
+    Prompt,
+    Replies,
+    ScriptedTeam,
+    Task,
+    Team,
+    Workflow,
+)
 from launch.cli import Parser, entry, output, visible
 from srpo_jax.recipe.errors import RecipeError, nearest
 from srpo_jax.recipe.plugins import build_retriever, make_workflow
@@ -56,9 +65,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--response-tokens", type=int, default=128, help="limit with --checkpoint")
     parser.add_argument("--temperature", type=float, default=1.0, help="with --checkpoint")
     args = parser.parse_args(argv)
-    for name in ("prompt_tokens", "response_tokens"):
-        if (value := getattr(args, name)) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    for limit in ("prompt_tokens", "response_tokens"):
+        if (value := getattr(args, limit)) < 1:
+            parser.error(f"--{limit.replace('_', '-')} must be at least 1, got {value}")
     if not 0 < args.temperature < math.inf:
         parser.error(f"--temperature must be positive, got {args.temperature:g}")
 
@@ -84,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
         limits = (args.prompt_tokens, args.response_tokens, args.temperature)
         return show_rehearsal(speak(workflow, task, args.checkpoint, *limits), console)
     if args.replies is not None:
-        replies = read_replies(args.replies)
+        replies: Replies = read_replies(args.replies)
     else:
         script = {"math": math_script, "search": search_script}.get(args.workflow, placeholders)
         replies = script(task, workflow.roles)
@@ -107,10 +116,11 @@ async def act_out(workflow: Workflow, task: Task, replies: Any) -> Rehearsal:
     try:
         outcome = checked_outcome(await workflow.run(task, team), workflow.run)
         score = outcome.score
-        if score is None and getattr(workflow, "reward", None) is not None:
-            value = workflow.reward(task, outcome, team)
+        reward = getattr(workflow, "reward", None) if score is None else None
+        if reward is not None:
+            value = reward(task, outcome, team)
             value = await value if inspect.isawaitable(value) else value
-            score = checked_score(value, workflow.reward)
+            score = checked_score(value, reward)
     except EpisodeFailed as error:
         return Rehearsal(team, failure=str(error))
     except UserCodeError:
@@ -155,7 +165,7 @@ def speak(
     sampling = SamplingConfig(prompt_tokens, response_tokens, temperature)
     plan = EpisodePlan(task, (0, 1, 0), slot=0, rollout=0)
     (result,) = Rollout(engine, tokenizer, workflow).run([plan], sampling)
-    if result.failure is not None:
+    if result.episode is None:
         return Rehearsal(result.team, failure=f"{result.failure}: {result.detail}")
     return Rehearsal(result.team, result.outcome, result.episode.reward)
 

@@ -125,10 +125,10 @@ def start_engine(
     on_cpu = devices[0].platform == "cpu"
     dtype = args.dtype and jnp.dtype(args.dtype)
     dtype = dtype or (settings.dtype if settings else jnp.dtype("float32") if on_cpu else None)
-    mesh = settings and settings.mesh
+    mesh = settings.mesh if settings else None
     axes = {name: value for name in ("replicas", "tensor") if (value := getattr(args, name))}
     if axes or settings is None:
-        mesh = {"replicas": 1, "tensor": 1} | (mesh or {}) | axes
+        mesh = {"replicas": 1, "tensor": 1, **(mesh or {}), **axes}
     if mesh and mesh["replicas"] != -1:
         devices = devices[: mesh["replicas"] * mesh["tensor"]]
     try:

@@ -134,8 +134,8 @@ def plan(path: Path, config: SweepConfig) -> tuple[Path, list[Member]]:
         setting = ",".join(f"{key}={value}" for key, value in point if key != "seed") or "recipe"
         name = _slug("_".join(f"{_short(key, config)}-{value}" for key, value in point))
         folder = out / (name or "recipe")
-        values = {**config.set, **dict(point), "trainer.out": str(folder)}
-        overrides = tuple(f"{key}={inline_yaml(value)}" for key, value in values.items())
+        settings = {**config.set, **dict(point), "trainer.out": str(folder)}
+        overrides = tuple(f"{key}={inline_yaml(value)}" for key, value in settings.items())
         loaded: Recipe = load_recipe(recipe, overrides)
         saved = folder / "recipe.yaml"
         if saved.exists() and (change := loaded.first_difference(saved)):

@@ -155,9 +155,10 @@ def _examples(recipe: Recipe, poor: float, episodes: int, seed: int, progress, b
     from envs.search.teacher import reply as search_teacher
     from srpo_jax.recipe.plugins import build_workflow
     from srpo_jax.recipe.tasks import task_sets
-    from srpo_jax.warm_start import transcripts
+    from srpo_jax.warm_start import Teacher, transcripts
 
-    teacher = {"math": math_teacher, "search": search_teacher}[recipe.workflow.name]
+    teachers: dict[str | None, Teacher] = {"math": math_teacher, "search": search_teacher}
+    teacher = teachers[recipe.workflow.name]
     tasks = task_sets(recipe).train
     order = random.Random(seed)
     chosen = [tasks[order.randrange(len(tasks))] for _ in range(episodes)]
