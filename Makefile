@@ -54,7 +54,9 @@ quickstart: setup
 
 lint: setup
 	@$(RUN) -m ruff --version >/dev/null 2>&1 || $(RUN) -m pip install --quiet 'ruff>=0.9'
+	@$(RUN) -m mypy --version >/dev/null 2>&1 || $(RUN) -m pip install --quiet 'mypy>=2.4'
 	$(RUN) -m ruff check .
+	$(RUN) -m mypy srpo_jax models envs launch benchmarks
 
 docs: setup
 	@$(RUN) -c 'import mkdocstrings, material' 2>/dev/null || $(RUN) -m pip install --quiet 'mkdocs-material>=9.5,<10' 'mkdocstrings[python]>=1,<2'
