@@ -196,13 +196,14 @@ def test_four_times_the_request_takes_about_four_times_as_long(tokenizer, family
         prompt = [5] * size if family == "ids" else (family * size)[:size]
         body, best = {"prompt": prompt}, float("inf")
         for _ in range(5):
-            started = time.perf_counter()
+            started = time.thread_time()
             parse_request(body, tokenizer)
-            best = min(best, time.perf_counter() - started)
+            best = min(best, time.thread_time() - started)
         return best
 
-    long = seconds(65_536)
-    assert long < 2e-3 or long < 8 * seconds(16_384)
+    # Measured again where it is too long: a busy machine passes, a quadratic reader stays.
+    pairs = ((seconds(65_536), seconds(16_384)) for _ in range(5))
+    assert any(long < max(2e-3, 8 * short) for long, short in pairs)
 
 
 def test_log_probs_that_are_no_numbers_are_no_answer(tokenizer):

@@ -117,11 +117,11 @@ class TestRewards:
 
 class TestSlots:
     def test_waiting_for_a_slot_is_no_time_of_the_episode(self):
-        """256 episodes of 20 ms on 4 slots: the last is served after 1.3 s, the limit is 1 s."""
-        engine = FakeEngine(slots=4, step_seconds=0.02)
+        """256 episodes of 40 ms on 4 slots: the last is served after 2.6 s, the limit is 2 s."""
+        engine = FakeEngine(slots=4, step_seconds=0.04)
         results = run(
             OneCall(), ["x"] * 256, engine=engine, reward=right,
-            config=replace(CONFIG, episode_seconds=1.0),
+            config=replace(CONFIG, episode_seconds=2.0),
         )  # fmt: skip
         assert len(engine.together) == 64 and not count_failures(results)
 
