@@ -184,7 +184,7 @@ class _Unit:
 def _units(events: Sequence[Event], config: AdvantageConfig) -> list[_Unit]:
     penalty = config.invalid_penalty
     units: list[_Unit] = []
-    episodes: dict[Hashable, list[tuple[int, int]]] = defaultdict(list)
+    episodes: dict[tuple[str, tuple[object, ...]], list[tuple[int, int]]] = defaultdict(list)
     for e, event in enumerate(events):
         if not event.complete:
             continue

@@ -156,9 +156,9 @@ def setwise_objective(
         surrogate *= sampler_weight
 
     divisors = _Counts(
-        batch.count.events if num_events is None else num_events,
-        batch.count.members if num_members is None else num_members,
-        batch.count.tokens if num_tokens is None else num_tokens,
+        batch.counts.events if num_events is None else num_events,
+        batch.counts.members if num_members is None else num_members,
+        batch.counts.tokens if num_tokens is None else num_tokens,
     )
     if config.loss_reduction == "token_ratio":
         tokens = {"event": batch.event_tokens, "member": batch.row_tokens}[level]
@@ -186,7 +186,7 @@ def setwise_objective(
     live_events = jnp.sum(event_adv != 0, dtype=jnp.int32)
     clamped = valid & (jnp.abs(log_ratio) > MAX_LOG_RATIO)
     ratio_sum = jnp.sum(jnp.where(valid, ratio, 0))
-    count = batch.count
+    count = batch.counts
     metrics = ObjectiveMetrics(
         loss=loss,
         surrogate=objective,
@@ -234,7 +234,7 @@ class _Layout(NamedTuple):
     token_valid: jax.Array  # [S, T] bool
     row_tokens: jax.Array  # [R] int32
     event_tokens: jax.Array  # [E] int32
-    count: _Counts
+    counts: _Counts
 
     def over_rows(self, x: jax.Array) -> jax.Array:
         return _over_rows(x, self.token_row, len(self.row_event))

@@ -234,8 +234,10 @@ def _one_device(
             part = jax.lax.dynamic_slice_in_dim(d_logits, start, block, 1)
             if V % block:
                 part = jnp.where(start + jnp.arange(block) >= j * block, part, 0)
-            pair = (part, h) if vocab_axis == 0 else (h, part)
-            new = jax.lax.dot_general(*pair, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
+            left, right = (part, h) if vocab_axis == 0 else (h, part)
+            new = jax.lax.dot_general(
+                left, right, (((0,), (0,)), ((), ())), preferred_element_type=dtype
+            )
             new += jax.lax.dynamic_slice_in_dim(d_head, start, block, vocab_axis)
             return jax.lax.dynamic_update_slice_in_dim(d_head, new, start, vocab_axis)
 

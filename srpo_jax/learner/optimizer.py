@@ -11,7 +11,7 @@ import itertools
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -231,7 +231,7 @@ def _stored_as(dtype: str, inner: optax.GradientTransformation) -> optax.Gradien
         step = state.count
         state = optax.tree_map_params(inner, lambda m: m.astype(jnp.float32), state)
         moves, state = inner.update(grads, state, params)
-        order = defaultdict(itertools.count)  # of a leaf's moments
+        order: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)  # of its moments
 
         def rounded(moment, code):
             return round_stochastically(moment, _hash(_seed(step, code) ^ next(order[code])))

@@ -157,7 +157,8 @@ def build_programs(
         def one(m, scores):
             micro = jax.tree.map(lambda x: x[m], tokens)
             hidden = model(micro.tokens, micro.positions, micro.segment_ids, forward=forward)
-            new = token_scores(hidden, micro.tokens, micro.loss_mask, *model.head(), vocabulary)
+            head, axis = model.head()
+            new = token_scores(hidden, micro.tokens, micro.loss_mask, head, axis, vocabulary)
             return jax.tree.map(lambda all, x: all.at[m].set(x), scores, new)
 
         return jax.lax.fori_loop(0, used, one, _no_scores(tokens, settings.dtype))

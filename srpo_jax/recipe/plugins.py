@@ -123,8 +123,8 @@ def _check_takes(function: Callable[..., Any], where: str, *arguments: str) -> N
         ) from None
 
 
-def workflow_class(config: WorkflowConfig, folder: Path | None = None) -> Callable[..., Workflow]:
-    """The class that a recipe's ``workflow`` section names."""
+def workflow_class(config: WorkflowConfig, folder: Path | None = None) -> Callable[..., Any]:
+    """The class that a recipe's ``workflow`` section names; it makes workflows."""
     if config.path is not None:
         return load_object(config.path, folder)
     if config.name == "math":
@@ -138,21 +138,18 @@ def workflow_class(config: WorkflowConfig, folder: Path | None = None) -> Callab
 
 def build_retriever(config: RetrieverConfig, folder: Path | None = None) -> Any:
     """BM25 over the corpus, or a client of the retrieval servers. Raises RecipeError."""
-    if config.kind == "http":
-        from envs.search.retrieval.http_client import HTTPRetriever
+    corpus = config.corpus
+    if corpus is not None and corpus != "factbook":
+        corpus = str(find_file(corpus, folder))
+    try:
+        if corpus is None:
+            from envs.search.retrieval.http_client import HTTPRetriever
 
-        build = partial(
-            HTTPRetriever, config.urls, timeout=config.timeout, tries=config.retries + 1
-        )
-    else:
+            return HTTPRetriever(config.urls, timeout=config.timeout, tries=config.retries + 1)
         from envs.search.retrieval.bm25 import BM25Retriever
         from envs.search.retrieval.corpus import load_corpus
 
-        known = config.corpus == "factbook"
-        corpus = config.corpus if known else str(find_file(config.corpus, folder))
-        build = lambda: BM25Retriever(load_corpus(corpus))  # noqa: E731
-    try:
-        return build()
+        return BM25Retriever(load_corpus(corpus))
     except ValueError as error:
         raise RecipeError(f"retriever: {error}") from error
 
@@ -210,6 +207,8 @@ def _load_module(path: Path) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise RecipeError(f"{path}: Python has no loader for such a file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
