@@ -1,5 +1,7 @@
 # make quickstart   set-up, then both workflows end to end on the embedded tasks (CPU)
 # make test         set-up, then the tests
+# make test-all     lint, documentation, and all tests: the slow ones and those that need PyTorch,
+#                   the TPU compiler or SmolLM2, which it installs (what .ci/run calls)
 # make docs         set-up, then the documentation in build/docs
 # make setup        .venv alone; PYTHON=/path/to/python3.12 chooses its Python (3.11 to 3.13)
 
@@ -13,7 +15,13 @@ FITS  := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:
 WORKS := import sys, pip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 FROM  := import sys; print(sys.version_info[:2], sys.base_prefix)
 
-.PHONY: setup test quickstart lint docs
+# Two workers with half of the tests each, so that a file's tests share what they compiled; the one
+# that ends first takes over some of the other's.
+TEST    := $(RUN) -m pytest -n 2 --dist worksteal
+# The checkpoint that a test compares with PyTorch; README makes the same folder.
+SMOLLM2 := $(CURDIR)/data/smollm2
+
+.PHONY: setup test test-all quickstart lint docs
 
 # A .venv that no set-up finished, that another one made, or whose Python does not work is made anew.
 setup:
@@ -47,7 +55,14 @@ setup:
 	cp requirements.txt $(STAMP)
 
 test: setup
-	$(RUN) -m pytest -n 2 $(ARGS)
+	$(TEST) -m 'not slow' $(ARGS)
+
+test-all: lint docs
+	@cmp -s requirements-test-all.txt $(VENV)/requirements-test-all.installed || { \
+	  $(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-test-all.txt && \
+	  cp requirements-test-all.txt $(VENV)/requirements-test-all.installed; }
+	@[ -d $(SMOLLM2) ] || $(RUN) -m launch.prepare_data smollm2 $(SMOLLM2)
+	SRPO_SMOLLM2=$(SMOLLM2) $(TEST) --no-skips $(ARGS)
 
 quickstart: setup
 	$(RUN) -m launch.quickstart $(ARGS)

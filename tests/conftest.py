@@ -1,4 +1,4 @@
-"""Tests run on four virtual CPU devices unless a device test asks for others."""
+"""Tests run on four virtual CPU devices, or on what JAX_PLATFORMS names."""
 
 from __future__ import annotations
 
@@ -32,12 +32,16 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     jax.config.update("jax_num_cpu_devices", 4)
 
 
-def pytest_collection_modifyitems(config, items):
-    backend = jax.default_backend()
-    for item in items:
-        for kind in ("gpu", "tpu"):
-            if item.get_closest_marker(kind) and backend != kind:
-                item.add_marker(pytest.mark.skip(reason=f"needs a {kind.upper()}"))
+def pytest_addoption(parser):
+    parser.addoption("--no-skips", action="store_true", help="a skipped test fails")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    if item.config.getoption("no_skips") and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome, report.longrepr = "failed", f"--no-skips: {report.longrepr[2]}"
+    return report
 
 
 @pytest.fixture(scope="session")
