@@ -145,6 +145,7 @@ def speak(
     from models.qwen import split_params
     from models.tokenizer import ChatTokenizer
     from srpo_jax.engine import Engine
+    from srpo_jax.engine.async_engine import EngineThread
     from srpo_jax.rollout.rollout import EpisodePlan, Rollout, SamplingConfig
 
     tokenizer = ChatTokenizer(checkpoint)
@@ -164,7 +165,7 @@ def speak(
     )
     sampling = SamplingConfig(prompt_tokens, response_tokens, temperature)
     plan = EpisodePlan(task, (0, 1, 0), slot=0, rollout=0)
-    (result,) = Rollout(engine, tokenizer, workflow).run([plan], sampling)
+    (result,) = Rollout(EngineThread(engine), tokenizer, workflow).run([plan], sampling)
     if result.episode is None:
         return Rehearsal(result.team, failure=f"{result.failure}: {result.detail}")
     return Rehearsal(result.team, result.outcome, result.episode.reward)

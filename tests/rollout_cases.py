@@ -9,6 +9,7 @@ import numpy as np
 
 from envs.workflow import Cut, Outcome, Prompt, Score, Task
 from srpo_jax.engine import Completion, PromptTooLong
+from srpo_jax.engine.async_engine import EngineThread
 from srpo_jax.rollout.rollout import EpisodePlan, Rollout, SamplingConfig
 
 CONFIG = SamplingConfig(prompt_tokens=64, response_tokens=8, episode_seconds=20, tool_seconds=20)
@@ -118,5 +119,5 @@ def plans_of(prompts, key=(1, 0, 5), rollouts=1):
 
 
 def run(workflow, prompts, *, engine=None, config=CONFIG, on_done=None, **options):
-    rollout = Rollout(engine or FakeEngine(), Letters(), workflow, **options)
+    rollout = Rollout(EngineThread(engine or FakeEngine()), Letters(), workflow, **options)
     return rollout.run(plans_of(prompts), config, on_done)

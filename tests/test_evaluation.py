@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.workflow import EpisodeFailed, Score, Task
+from srpo_jax.engine.async_engine import EngineThread
 from srpo_jax.evaluation import (
     BenchmarkResult,
     EpisodeCost,
@@ -175,7 +176,7 @@ def evaluated(**benchmarks):
             evaluation=SimpleNamespace(tasks=None, seed=0, samples=2),
             rollout=SimpleNamespace(remote=None),
         ),
-        rollout=Rollout(FakeEngine(), Letters(), Graded()),
+        rollout=Rollout(EngineThread(FakeEngine()), Letters(), Graded()),
         eval_sampling=CONFIG,
         benchmarks={
             name: [Task(f"t{i}", prompt, "4") for i, prompt in enumerate(prompts)]

@@ -16,6 +16,7 @@ import pytest
 from envs.workflow import Outcome, Prompt, Score, Task, Workflow
 from models.tokenizer import ChatTokenizer
 from srpo_jax.engine import Request
+from srpo_jax.engine.async_engine import EngineThread
 from srpo_jax.engine.remote import RemoteEngineError, StalePolicy, parse_answer
 from srpo_jax.rollout.rollout import EpisodePlan, Rollout, SamplingConfig
 from tests.server_cases import (
@@ -150,8 +151,8 @@ def test_episodes_equal_the_local_engines_and_a_failure_is_its_own(local, remote
     prompts = ["1 + 2", "word " * 200, "3 * 4"]  # the second is longer than the server's cache
     plans = [EpisodePlan(Task(f"t{i}", p, "3"), (1, 0, 0), i, 0) for i, p in enumerate(prompts)]
     config = SamplingConfig(prompt_tokens=1000, response_tokens=8, episode_seconds=20)
-    there = Rollout(remote, tokenizer, OneAnswer()).run(plans, config)
-    here = Rollout(local, tokenizer, OneAnswer()).run(plans, config)
+    there = Rollout(EngineThread(remote), tokenizer, OneAnswer()).run(plans, config)
+    here = Rollout(EngineThread(local), tokenizer, OneAnswer()).run(plans, config)
     assert [r.failure is None for r in there] == [r.failure is None for r in here]
     assert [r.failure for r in there] == [None, "remote_refused", None]
     for a, b in zip(here[::2], there[::2], strict=True):

@@ -19,6 +19,7 @@ from models.qwen import Qwen, split_params
 from models.tiny import tiny_config
 from models.tokenizer import ChatTokenizer
 from srpo_jax.engine import Engine, request_key
+from srpo_jax.engine.async_engine import EngineThread
 from srpo_jax.rollout.rollout import Rollout, SamplingConfig, count_failures
 from srpo_jax.rollout.transcript import episode_record
 from srpo_jax.rollout.user_code import UserCodeError
@@ -45,7 +46,7 @@ def engine():
 @pytest.fixture(scope="module")
 def results(engine):
     """Two tasks with three rollouts each, played on ``engine``."""
-    rollout = Rollout(engine, Letters(), TwoTurns())
+    rollout = Rollout(EngineThread(engine), Letters(), TwoTurns())
     return rollout.run(plans_of(["1+1", "2+2"], rollouts=3), CONFIG)
 
 
@@ -165,7 +166,7 @@ class TestConcurrency:
         for seed in (0, 1):
             engine = FakeEngine()
             plans = plans_of(["x"], key=(seed, 0, 0), rollouts=8)
-            Rollout(engine, Letters(), TwoCallsAtOnce()).run(plans, CONFIG)
+            Rollout(EngineThread(engine), Letters(), TwoCallsAtOnce()).run(plans, CONFIG)
             keys.append({r.key for r in engine.requests})
             assert len(engine.requests) == len(keys[-1]) == 16
         assert not keys[0] & keys[1]
@@ -416,7 +417,7 @@ def test_sampled_ids_are_never_encoded_again():
             drawn.append(rng.integers(0, tokenizer.vocab_size, 6).tolist())
             return drawn[-1]
 
-    rollout = Rollout(Random(limit=1000), tokenizer, TwoTurns())
+    rollout = Rollout(EngineThread(Random(limit=1000)), tokenizer, TwoTurns())
     results = rollout.run(plans_of(["x"] * 20), replace(CONFIG, prompt_tokens=1000))
     rows = [
         list(member.response_ids)
@@ -446,7 +447,7 @@ def rollouts():
     )  # fmt: skip
 
     def make(workflow, **options):
-        return Rollout(engine, tokenizer, workflow, **options)
+        return Rollout(EngineThread(engine), tokenizer, workflow, **options)
 
     return engine, make
 

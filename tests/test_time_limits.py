@@ -22,6 +22,7 @@ import pytest
 
 from envs.tool_threads import ToolThreads
 from envs.workflow import EpisodeFailed, Outcome, Score, ScriptedTeam
+from srpo_jax.engine.async_engine import EngineThread
 from srpo_jax.rollout.rollout import Rollout, count_failures
 from tests.rollout_cases import CONFIG, FakeEngine, Letters, State, TwoTurns, plans_of, render, run
 
@@ -328,8 +329,9 @@ class TestCancellation:
         engine = FakeEngine(slots=4)
         prompts = ["tool", "async tool", "swallows", "x", "x", "stuck", "stuck"]
         rollout = Rollout(
-            engine, Letters(), Stubborn(), reward=lambda task, outcome: NEVER.wait(), **options
-        )
+            EngineThread(engine), Letters(), Stubborn(),
+            reward=lambda task, outcome: NEVER.wait(), **options,
+        )  # fmt: skip
         try:
             rollout.run(plans_of(prompts * 4), CONFIG)
         finally:

@@ -29,10 +29,10 @@ from envs.workflow import (
     Team,
     Workflow,
 )
-from srpo_jax.engine import Engine, PromptTooLong, Request, request_key
-from srpo_jax.engine.remote import RemoteEngine
+from srpo_jax.engine import PromptTooLong, Request, request_key
+from srpo_jax.engine.async_engine import AsyncEngine
 from srpo_jax.events import Episode, Member, record_episode
-from srpo_jax.rollout.engine_queue import EngineQueue
+from srpo_jax.rollout.engine_calls import EngineCalls
 from srpo_jax.rollout.prompting import Fitted, Tokenizer, fit_prompt
 from srpo_jax.rollout.user_code import (
     UserCodeError,
@@ -104,7 +104,7 @@ class EngineTeam(Team):
     def __init__(
         self,
         plan: EpisodePlan,
-        queue: EngineQueue,
+        engine: EngineCalls,
         tokenizer: Tokenizer,
         config: SamplingConfig,
         prompts: dict[Any, Fitted],
@@ -114,7 +114,7 @@ class EngineTeam(Team):
         self.members: dict[int, Member] = {}
         self.fitted: dict[int, Fitted] = {}
         self.clock = Clock(config.episode_seconds)
-        self._plan, self._queue, self._tokenizer = plan, queue, tokenizer
+        self._plan, self._engine, self._tokenizer = plan, engine, tokenizer
         self._config, self._prompts = config, prompts
 
     def queueing(self) -> AbstractContextManager[None]:
@@ -137,7 +137,7 @@ class EngineTeam(Team):
             for member, fit in enumerate(fitted)
         ]
         try:
-            completions = await self._queue.generate(requests, self.clock)
+            completions = await self._engine.generate(requests, self.clock)
         except PromptTooLong as error:
             raise EpisodeFailed("prompt_budget", str(error)) from None
         outputs = []
@@ -176,7 +176,7 @@ class Rollout:
 
     def __init__(
         self,
-        engine: Engine | RemoteEngine,
+        engine: AsyncEngine,
         tokenizer: Tokenizer,
         workflow: Workflow,
         *,
@@ -200,30 +200,33 @@ class Rollout:
     async def _run(self, plans, config, on_done):
         # What a workflow itself gives to asyncio.to_thread may hang like any tool.
         asyncio.get_running_loop().set_default_executor(TOOL_THREADS)
-        queue = EngineQueue(self._engine, config.queue_seconds)
-        prompts: dict[Any, Fitted] = {}
-        gate = asyncio.Semaphore(self._concurrency)
-        roles = getattr(self._workflow, "roles", None)
+        async with self._engine as engine:
+            calls = EngineCalls(engine, config.queue_seconds)
+            prompts: dict[Any, Fitted] = {}
+            places = asyncio.Semaphore(self._concurrency)
+            roles = getattr(self._workflow, "roles", None)
 
-        async def one(plan):
-            async with gate:
-                team = EngineTeam(plan, queue, self._tokenizer, config, prompts, roles)
-                result = await self._episode(plan, team, config)
-            if on_done is not None:
-                on_done(result)
-            return result
+            async def one(plan):
+                async with places:
+                    team = EngineTeam(plan, calls, self._tokenizer, config, prompts, roles)
+                    result = await self._episode(plan, team, config)
+                if on_done is not None:
+                    on_done(result)
+                return result
 
-        guards = [asyncio.create_task(queue.pump()), asyncio.create_task(self._keep_checking())]
-        episodes = asyncio.create_task(_results([one(plan) for plan in plans]))
-        try:
-            # An engine that breaks must end the run, not leave episodes waiting for ever.
-            await asyncio.wait({*guards, episodes}, return_when=asyncio.FIRST_COMPLETED)
-            for guard in guards:
-                if guard.done():
-                    guard.result()
-            return episodes.result()
-        finally:
-            await _cancel_others()
+            # An engine that breaks must end the run, not fail one episode after the other.
+            guards: list[asyncio.Future[Any]] = [
+                calls.broken, asyncio.create_task(self._keep_checking()),
+            ]  # fmt: skip
+            episodes = asyncio.create_task(_results([one(plan) for plan in plans]))
+            try:
+                await asyncio.wait({*guards, episodes}, return_when=asyncio.FIRST_COMPLETED)
+                for guard in guards:
+                    if guard.done():
+                        guard.result()
+                return episodes.result()
+            finally:
+                await _cancel_others()
 
     async def _keep_checking(self) -> None:
         while True:

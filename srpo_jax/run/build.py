@@ -19,6 +19,7 @@ from models.convert import load_config, load_hf, save_hf
 from models.qwen import Qwen
 from models.tokenizer import ChatTokenizer
 from srpo_jax.engine import Engine
+from srpo_jax.engine.async_engine import EngineThread
 from srpo_jax.engine.remote import RemoteEngine
 from srpo_jax.learner.batch import ShapeMemory
 from srpo_jax.learner.learner import Learner
@@ -143,7 +144,7 @@ def build_parts(
     engine = local_engine(recipe, model, tokenizer, mesh)
     return Parts(
         recipe=recipe, config=config, tokenizer=tokenizer, engine=engine,
-        rollout=Rollout(engine, tokenizer, workflow, reward=reward, check=check),
+        rollout=Rollout(EngineThread(engine), tokenizer, workflow, reward=reward, check=check),
         benchmarks=sets.benchmarks,
         train_sampling=_sampling(recipe, temperature=recipe.rollout.temperature),
         eval_sampling=_eval_sampling(recipe),
@@ -180,7 +181,7 @@ def build_evaluation_parts(
         engine = local_engine(recipe, model, tokenizer, mesh)
     return EvaluationParts(
         recipe=recipe, config=config, tokenizer=tokenizer, engine=engine,
-        rollout=Rollout(engine, tokenizer, workflow, reward=reward, check=check),
+        rollout=Rollout(EngineThread(engine), tokenizer, workflow, reward=reward, check=check),
         benchmarks=sets.benchmarks, eval_sampling=_eval_sampling(recipe),
     )  # fmt: skip
 
