@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     from models.known_configs import find_architecture
 
     generation = tpu_generation(args.topology)
-    architecture = find_architecture(recipe.model.path)
+    architecture = find_architecture(recipe.checkpoint)
     mesh = tpu_mesh(recipe, args.topology)
     return check(recipe, architecture, mesh, host_devices(mesh, args.topology), generation)
 

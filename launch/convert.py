@@ -32,9 +32,10 @@ def main(argv: list[str] | None = None) -> int:
     from models.convert import load_hf, save_hf
     from models.flax_folder import load_flax, load_params, save_flax
     from models.hub import resolve_checkpoint
+    from srpo_jax.recipe.paths import find_model
 
     if args.direction == "to-flax":
-        tokenizer_from = resolve_checkpoint(args.source, revision=args.revision)
+        tokenizer_from = resolve_checkpoint(find_model(args.source), revision=args.revision)
         model, _ = load_hf(tokenizer_from, dtype=args.dtype)
         save_flax(model, args.target, tokenizer_from=tokenizer_from)
     else:
@@ -87,17 +88,22 @@ def _check_sums(step: Path) -> None:
 def _starting_point(run: Path) -> tuple[Path, Any]:
     """The checkpoint folder that a run started from, and the dtype or dtypes of an export.
 
-    Raises RecipeError for a recipe.yaml that no run wrote.
+    Raises:
+      RecipeError: the run's recipe.yaml is none that a run wrote.
     """
     from models.checkpoint_files import stored_dtypes
     from models.hub import resolve_checkpoint
     from srpo_jax.recipe.errors import RecipeError
+    from srpo_jax.recipe.paths import find_model
     from srpo_jax.recipe.yaml import read_yaml
+    from srpo_jax.run.folder import recorded_model
 
     model = read_yaml(run / "recipe.yaml").get("model")
     if not isinstance(model, dict) or not isinstance(model.get("path"), str):
         raise RecipeError(f"{run / 'recipe.yaml'}: not the recipe of a run (no model.path)")
-    folder = resolve_checkpoint(model["path"], revision=model.get("revision"))
+    folder = recorded_model(run)
+    if folder is None:
+        folder = resolve_checkpoint(find_model(model["path"]), revision=model.get("revision"))
     return folder, model.get("export_dtype") or stored_dtypes(folder)
 
 

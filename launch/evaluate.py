@@ -11,7 +11,6 @@ import argparse
 import math
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 from rich.console import Group
 from rich.table import Table
@@ -21,6 +20,7 @@ from launch.cli import Parser, entry, output
 from srpo_jax.evaluation import BenchmarkResult, macro, macro_error
 from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.files import read_with_base
+from srpo_jax.recipe.paths import find, find_model
 from srpo_jax.recipe.recipe import Recipe
 from srpo_jax.run.stopping import STOPPED, Stopped, StopRequest
 
@@ -79,9 +79,10 @@ def _from_recipe(args: argparse.Namespace, parser: Parser) -> Recipe:
     if not args.recipe or "=" in args.recipe[0]:
         parser.error("the following arguments are required: RECIPE or --model")
     path, *overrides = args.recipe
+    file = find(path)
     return evaluation_recipe(
-        read_with_base(Path(path)), [*overrides, *_samples(args)],
-        where=path, folder=Path(path).parent, out=_out(args),
+        read_with_base(file), [*overrides, *_samples(args)],
+        where=path, folder=file.parent, out=_out(args),
     )  # fmt: skip
 
 
@@ -94,7 +95,7 @@ def _from_model(args: argparse.Namespace, parser: Parser) -> Recipe:
         parser.error("the following arguments are required: --tasks")
     if args.recipe and "=" not in args.recipe[0]:
         parser.error(f"{args.recipe[0]}: a recipe has a model of its own: leave out --model")
-    config = read_config(resolve_checkpoint(args.model, weights=False))
+    config = read_config(resolve_checkpoint(find_model(args.model), weights=False))
     content = model_content(args.model, args.tasks, args.workflow or "math", 4, config.max_position)
     return evaluation_recipe(
         content, [*args.recipe, *_samples(args)], where="--model", out=_out(args)

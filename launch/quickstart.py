@@ -31,13 +31,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the training runs")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder for the runs")
     args = parser.parse_args(argv)
-    root = Path(__file__).parents[1]
     recipes = [
         load_recipe(
-            root / path,
+            path,
             [
                 f"seed={args.seed}",
-                f"model.path={root / 'assets' / 'tiny_team'}",
                 f"trainer.out={args.out / f'{Path(path).stem}_seed{args.seed}'}",
             ],
         )

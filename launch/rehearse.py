@@ -31,6 +31,7 @@ from envs.workflow import (
 )
 from launch.cli import Parser, entry, output, visible
 from srpo_jax.recipe.errors import RecipeError, nearest
+from srpo_jax.recipe.paths import find_model
 from srpo_jax.recipe.plugins import build_retriever, make_workflow
 from srpo_jax.recipe.recipe import RetrieverConfig, WorkflowConfig
 from srpo_jax.recipe.yaml import parse_yaml
@@ -148,8 +149,9 @@ def speak(
     from srpo_jax.engine.async_engine import EngineThread
     from srpo_jax.rollout.rollout import EpisodePlan, Rollout, SamplingConfig
 
-    tokenizer = ChatTokenizer(checkpoint)
-    model, config = load_hf(checkpoint, dtype=jnp.float32)
+    folder = find_model(checkpoint)
+    tokenizer = ChatTokenizer(folder)
+    model, config = load_hf(folder, dtype=jnp.float32)
     if (longest := prompt_tokens + response_tokens) > config.max_position:
         raise RecipeError(
             f"--prompt-tokens and --response-tokens make {longest}, but {checkpoint} was made for "

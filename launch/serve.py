@@ -73,8 +73,12 @@ def main(argv: list[str] | None = None) -> int:
         from srpo_jax.run.build_engine import engine_settings
 
         recipe = load_recipe(path)
-        path, revision = recipe.model.path, recipe.model.revision
+        path, revision = recipe.checkpoint, recipe.model.revision
         settings = engine_settings(recipe)
+    else:
+        from srpo_jax.recipe.paths import find_model
+
+        path = find_model(path)
     try:  # first: a model may take minutes to load
         listener = listen(args.host, args.port)
     except (OSError, UnicodeError) as error:

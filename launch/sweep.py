@@ -27,6 +27,7 @@ from rich.text import Text
 from launch.cli import Parser, entry, output
 from srpo_jax.evaluation import over_seeds
 from srpo_jax.recipe.errors import RecipeError, first_problem, nearest
+from srpo_jax.recipe.paths import find
 from srpo_jax.recipe.recipe import Recipe, Section, load_recipe
 from srpo_jax.recipe.yaml import inline_yaml, read_yaml
 from srpo_jax.run.files import write_json
@@ -97,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
     args = parser.parse_args(argv)
     config = load_sweep(args.sweep)
-    out, members = plan(Path(args.sweep), config)
+    out, members = plan(find(args.sweep), config)
     if args.dry_run:
         for member in members:
             print(shlex.join(["python", *member.command[1:]]))
@@ -108,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
 def load_sweep(path: str | Path) -> SweepConfig:
     """Reads a sweep file. Raises RecipeError naming the file and the key."""
     try:
-        return SweepConfig.model_validate(read_yaml(path))
+        return SweepConfig.model_validate(read_yaml(find(path)))
     except ValidationError as error:
         raise RecipeError(f"{path}: {first_problem(error, SweepConfig)}") from None
 
@@ -122,7 +123,7 @@ def plan(path: Path, config: SweepConfig) -> tuple[Path, list[Member]]:
     if config.seeds and ("seed" in config.grid or "seed" in config.set):
         raise RecipeError(f"{path}: seed: `seeds` sets it too")
     out = Path(config.out) if config.out else Path("runs") / path.stem
-    recipe = Path(os.path.normpath(path.parent / config.recipe))
+    recipe = Path(os.path.normpath(find(config.recipe, path.parent)))
     for key, values in config.grid.items():
         if not values:
             raise RecipeError(f"{path}: grid.{key}: this list is empty")

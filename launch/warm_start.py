@@ -15,6 +15,7 @@ from typing import Any
 
 from launch.cli import Parser, entry
 from srpo_jax.recipe.errors import RecipeError
+from srpo_jax.recipe.paths import find_model
 from srpo_jax.recipe.recipe import Recipe, load_recipe
 
 RECIPES = ("configs/quickstart_math.yaml", "configs/quickstart_search.yaml")
@@ -28,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         "python -m launch.warm_start my_tiny_team --tokens 7.5e6",
     )
     parser.add_argument("target", type=Path, help="Hugging Face folder to write")
-    parser.add_argument("--init", type=Path, help="go on from this folder, with its tokenizer")
+    parser.add_argument("--init", metavar="FOLDER", help="go on from this model and tokenizer")
     parser.add_argument("--recipes", nargs="+", default=RECIPES, help="whose roles are taught")
     parser.add_argument(
         "--poor", nargs="+", type=float, default=[0.55, 0.15],
@@ -62,6 +63,7 @@ def _check(args: Any, recipes: list[Recipe]) -> None:
         from models.convert import load_config
         from models.tokenizer import ChatTokenizer
 
+        args.init = find_model(args.init)
         load_config(args.init)
         ChatTokenizer(args.init)
     for poor in args.poor:

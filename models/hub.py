@@ -9,8 +9,18 @@ from models.checkpoint_files import GGUF
 from models.config import CheckpointError
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# What no hub repository's name begins or ends with, but paths here do.
+_FOLDERS = ("assets/", "checkpoints/", "configs/", "data/", "runs/")
+_FILES = (".json", ".jsonl", ".parquet", ".py", ".safetensors", ".yaml", ".yml")
 _WEIGHTS = ["*.safetensors"]
 _OTHERS = ["*.json", "*.jinja", "merges.txt", "tokenizer.model"]
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether this may be a hub repository's name (organisation/model), and does not look like a
+    path: ``./x``, ``/x``, ``~/x``, ``a/b/c``, ``data/x`` and ``x/y.yaml`` do."""
+    looks_like_path = text.startswith(_FOLDERS) or text.endswith(_FILES)
+    return _HUB_NAME.fullmatch(text) is not None and not looks_like_path
 
 
 def resolve_checkpoint(
@@ -29,7 +39,7 @@ def resolve_checkpoint(
     if folder is not None:
         return folder
     name = str(path_or_hub_name)
-    if not _HUB_NAME.fullmatch(name):
+    if not is_hub_name(name):
         raise CheckpointError(f"{name}: no such folder (a hub name is organisation/model)")
     return Path(_download(name, revision, [*_OTHERS, *(_WEIGHTS if weights else [])]))
 

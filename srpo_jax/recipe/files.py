@@ -12,6 +12,7 @@ from typing import Any
 
 from envs.text_files import short
 from srpo_jax.recipe.errors import RecipeError, describe
+from srpo_jax.recipe.paths import find
 from srpo_jax.recipe.yaml import MAX_DEPTH, parse_yaml, read_yaml
 
 
@@ -25,7 +26,10 @@ def read_with_base(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         return content
     if not isinstance(base, str):
         raise RecipeError(f"{path}: base: a file name is due, got {describe(base)}")
-    lower = read_with_base(path.parent / base, (*seen, path.resolve()))
+    try:
+        lower = read_with_base(find(base, path.parent), (*seen, path.resolve()))
+    except RecipeError as error:
+        raise RecipeError(f"{path}: base: {error}") from None
     return _merge(_below(lower, content), content)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import inspect
-import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -16,26 +15,9 @@ from typing import Any
 
 from envs.workflow import Workflow
 from srpo_jax.recipe.errors import RecipeError, nearest
+from srpo_jax.recipe.paths import find_file
 from srpo_jax.recipe.recipe import Recipe, RetrieverConfig, WorkflowConfig
 from srpo_jax.rollout.user_code import raised_at
-
-
-def find_file(path: str, folder: Path | None = None) -> Path:
-    """A path of a recipe: absolute, or relative to the recipe's folder, or to the working one.
-
-    Raises RecipeError when there is no such file.
-    """
-    expanded = os.path.expanduser(path)
-    places = [base / expanded for base in (folder, Path.cwd()) if base is not None]
-    for place in places:
-        try:
-            if place.is_file():
-                return place.resolve()
-            if place.is_dir():
-                raise RecipeError(f"{path}: this is a folder, a file is due")
-        except OSError as error:
-            raise RecipeError(f"{path}: {error.strerror}") from None
-    raise RecipeError(f"{path}: no such file (looked for {' and '.join(map(str, places))})")
 
 
 def load_object(spec: str, folder: Path | None = None) -> Any:

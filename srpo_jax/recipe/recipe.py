@@ -7,6 +7,8 @@ and then its own keys, so that a preset chosen over a base is the whole preset.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +26,7 @@ from srpo_jax.advantage import AdvantageConfig
 from srpo_jax.objective_config import ObjectiveConfig
 from srpo_jax.recipe.errors import RecipeError, first_problem
 from srpo_jax.recipe.files import flat, read_level, read_with_base, with_overrides
+from srpo_jax.recipe.paths import find, find_model
 from srpo_jax.recipe.sections import (
     Count,
     Dtype,
@@ -323,6 +326,18 @@ class Recipe(Section):
         return self._folder or Path.cwd()
 
     @property
+    def checkpoint(self) -> str:
+        """The local folder, or else the hub name, that ``model.path`` leads to.
+
+        Raises:
+          RecipeError: there is no such folder, and the path is no hub name.
+        """
+        try:
+            return find_model(self.model.path, self.folder)
+        except RecipeError as error:
+            raise RecipeError(f"model.path: {error}") from None
+
+    @property
     def run_dir(self) -> Path:
         out = self.trainer.out
         return Path(out).expanduser() if out else Path("runs") / self.name
@@ -341,12 +356,12 @@ class Recipe(Section):
         content = read_level(saved)
         try:
             # A key that the recipe's own version did not have yet has its default there too.
-            theirs = Recipe.model_validate(content)._in_force()
+            theirs = Recipe.model_validate(content)._in_force(self.folder)
         except ValidationError as error:
             raise RecipeError(f"{saved}: {first_problem(error, Recipe)}") from None
         except RecipeError as error:
             raise RecipeError(f"{saved}: {error}") from None
-        mine = self._in_force()
+        mine = self._in_force(self.folder)
         for key in {**mine, **theirs}:
             if key.startswith("trainer.") and not (
                 key == "trainer.steps" and self.optimizer.schedule != "constant"
@@ -356,13 +371,18 @@ class Recipe(Section):
                 return f"{key} is {theirs.get(key)!r} there and {mine.get(key)!r} here"
         return None
 
-    def _in_force(self) -> dict[str, Any]:
-        """Key paths to values; of the objective and the advantage, every switch that holds."""
+    def _in_force(self, folder: Path) -> dict[str, Any]:
+        """Key paths to values; of the objective and the advantage, every switch that holds, and of
+        the model the place that its path leads to from a recipe in ``folder``."""
         switches = {
             "objective": asdict(self.objective_config()),
             "advantage": asdict(self.advantage_config()),
         }
-        return flat(self.model_dump() | switches)
+        values = flat(self.model_dump() | switches)
+        with contextlib.suppress(RecipeError):  # it is gone: as it is written, then
+            found = find_model(self.model.path, folder)
+            values["model.path"] = os.path.realpath(found) if os.path.isdir(found) else found
+        return values
 
     def objective_config(self) -> ObjectiveConfig:
         """The preset's objective with the recipe's changes. Raises RecipeError on a conflict, be it
@@ -410,8 +430,8 @@ class Recipe(Section):
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Reads, merges and checks a recipe file. Raises RecipeError naming the file and key path."""
-    path = Path(path)
-    return parse_recipe(read_with_base(path), overrides, where=str(path), folder=path.parent)
+    file = find(path)
+    return parse_recipe(read_with_base(file), overrides, where=str(path), folder=file.parent)
 
 
 def parse_recipe(

@@ -12,7 +12,8 @@ from typing import Any
 from envs.text_files import short
 from envs.workflow import Task
 from srpo_jax.recipe.errors import RecipeError
-from srpo_jax.recipe.plugins import call_with_args, find_file, load_object, place_in
+from srpo_jax.recipe.paths import find_file
+from srpo_jax.recipe.plugins import call_with_args, load_object, place_in
 from srpo_jax.recipe.recipe import Recipe, TaskSet
 
 DATA_DIR = Path("data") / "tasks"  # where generated task sets are kept

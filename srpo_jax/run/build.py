@@ -169,7 +169,7 @@ def build_evaluation_parts(
     begin(f"loading model {recipe.model.path}")
     engine: Engine | RemoteEngine
     if recipe.rollout.remote is not None:
-        config = load_config(recipe.model.path, revision=recipe.model.revision, weights=False)
+        config = load_config(recipe.checkpoint, revision=recipe.model.revision, weights=False)
         tokenizer = _load_tokenizer(recipe, config, sets)
         begin("building engine")
         engine = remote_engine(recipe.rollout.remote, tokenizer)
@@ -196,14 +196,14 @@ def _beginner(starting: Callable[[str], None], check: Callable[[], None]) -> Cal
 
 def _load_model(recipe: Recipe, mesh: Mesh) -> tuple[Qwen, ModelConfig]:
     return load_hf(
-        recipe.model.path, dtype=jnp.dtype(recipe.model.param_dtype), mesh=mesh,
+        recipe.checkpoint, dtype=jnp.dtype(recipe.model.param_dtype), mesh=mesh,
         revision=recipe.model.revision,
     )  # fmt: skip
 
 
 def _load_tokenizer(recipe: Recipe, config: ModelConfig, sets: RecipeTasks) -> ChatTokenizer:
     """The model's, once it, the recipe's lengths and the prompts of its tasks fit each other."""
-    tokenizer = ChatTokenizer(recipe.model.path, revision=recipe.model.revision)
+    tokenizer = ChatTokenizer(recipe.checkpoint, revision=recipe.model.revision)
     if tokenizer.vocab_size > config.vocab_size:
         raise CheckpointError(
             f"{recipe.model.path}: the tokenizer has {tokenizer.vocab_size} ids, the model embeds "

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from srpo_jax.recipe.errors import RecipeError
-from srpo_jax.recipe.plugins import find_file
+from srpo_jax.recipe.paths import find_file
 from srpo_jax.recipe.recipe import Recipe
 from srpo_jax.run.files import write_json, write_whole
 
@@ -114,6 +114,16 @@ def record_run(recipe: Recipe, model_folder: Path) -> None:
         )
     write_whole(folder / RECIPE, recipe.dump())
     write_json(path, found)
+
+
+def recorded_model(folder: Path) -> Path | None:
+    """The checkpoint folder that the run in ``folder`` was begun with, which its recipe may name
+    from another working folder; None where that is not recorded or not there any more."""
+    try:
+        config = Path(json.loads((folder / FILES).read_text())["model/config.json"]["path"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return config.parent if config.is_file() else None
 
 
 def named_files(recipe: Recipe, model_folder: Path) -> dict[str, Path]:
