@@ -8,7 +8,8 @@
 SHELL := /bin/bash
 VENV  := .venv
 RUN   := $(VENV)/bin/python
-# The requirements that .venv was last filled from: set-up is skipped while they are unchanged.
+# What .venv is filled from, and a copy of it as it was then: set-up is skipped while it is unchanged.
+NEEDS := requirements.txt requirements/dev.txt
 STAMP := $(VENV)/requirements.installed
 # What a Python must do to make .venv, what the one in .venv must do, and which one it comes from.
 FITS  := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -47,12 +48,12 @@ setup:
 	  echo "Setting up $(VENV) with $$found"; \
 	  rm -rf $(VENV); \
 	  $$found -m venv $(VENV); \
-	elif cmp -s requirements.txt $(STAMP); then \
+	elif cat $(NEEDS) | cmp -s - $(STAMP); then \
 	  exit 0; \
 	fi; \
 	rm -f $(STAMP); \
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt; \
-	cp requirements.txt $(STAMP)
+	cat $(NEEDS) > $(STAMP)
 
 test: setup
 	$(TEST) -m 'not slow' $(ARGS)
@@ -68,11 +69,9 @@ quickstart: setup
 	$(RUN) -m launch.quickstart $(ARGS)
 
 lint: setup
-	@$(RUN) -m ruff --version >/dev/null 2>&1 || $(RUN) -m pip install --quiet 'ruff>=0.9'
-	@$(RUN) -m mypy --version >/dev/null 2>&1 || $(RUN) -m pip install --quiet 'mypy>=2.4'
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy srpo_jax models envs launch benchmarks
 
 docs: setup
-	@$(RUN) -c 'import mkdocstrings, material' 2>/dev/null || $(RUN) -m pip install --quiet 'mkdocs-material>=9.5,<10' 'mkdocstrings[python]>=1,<2'
+	@$(RUN) -c 'import mkdocstrings, material' 2>/dev/null || $(RUN) -m pip install --quiet -r requirements/docs.txt
 	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

@@ -29,6 +29,8 @@ def clone(tmp_path):
     """A folder with the Makefile, a fake Python and a finished set-up."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "requirements.txt").write_text("jax\n")
+    (tmp_path / "requirements").mkdir()
+    (tmp_path / "requirements" / "dev.txt").write_text("pytest\n")
     (tmp_path / "python").write_text(FAKE)
     (tmp_path / "python").chmod(0o755)
     assert setup(tmp_path).returncode == 0
@@ -58,8 +60,9 @@ def test_a_finished_setup_is_kept(clone):
     assert setup(clone, None).returncode == 0 and done(clone) == []
 
 
-def test_other_requirements_are_installed_into_it(clone):
-    (clone / "requirements.txt").write_text("jax\nflax\n")
+@pytest.mark.parametrize("file", ["requirements.txt", "requirements/dev.txt"])
+def test_other_requirements_are_installed_into_it(clone, file):
+    (clone / file).write_text("jax\nflax\n")
     assert setup(clone).returncode == 0 and done(clone) == ["filled"]
 
 
