@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-# What is to be entered while a call of this context waits for a thread.
+# What is to be entered while a call of this context waits for a thread or a connection.
 QUEUEING: ContextVar[Callable[[], contextlib.AbstractContextManager[None]]] = ContextVar("QUEUEING")
 WIDTH = 64  # calls at once; threads are started as needed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -48,17 +49,18 @@ def server(tokenizer):
 
 @pytest.fixture
 def remote(server):
-    engine = remote_of(server.url)
-    yield engine
-    assert engine.idle
-    engine.close()
+    return remote_of(server.url)
 
 
-def step_all(engine):
-    found = {}
-    while not engine.idle:
-        found.update(engine.step())
-    return found
+def each_alone(engine, requests):
+    """What each request gives: a completion, or why it has none."""
+
+    async def main():
+        async with engine:
+            calls = (engine.generate([request]) for request in requests)
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+    return asyncio.run(main())
 
 
 # ---- the same results as the engine itself -------------------------------------------------------
@@ -127,14 +129,54 @@ def test_check_accepts_the_served_model_and_version(remote):
 
 def test_a_cancelled_request_leaves_the_server(server, remote):
     requests = [new_request(i, max_tokens=100, temperature=1.0) for i in range(8)]
-    uids = [remote.submit(r) for r in requests]
-    for uid in uids[1:]:
-        remote.cancel(uid)
-    assert list(step_all(remote)) == uids[:1]
+
+    async def main():
+        async with remote:
+            calls = [asyncio.create_task(remote.generate([r])) for r in requests]
+            pairs = [asyncio.create_task(remote.generate(requests[:2])) for _ in range(3)]
+            while server.engine.idle:
+                await asyncio.sleep(0.01)
+            for call in (*calls[1:], *pairs):
+                call.cancel()
+            (completion,) = await calls[0]
+            assert completion.ids
+            await asyncio.wait({*calls, *pairs})
+            assert all(call.cancelled() for call in (*calls[1:], *pairs))
+
+    asyncio.run(main())
     deadline = time.monotonic() + 5
     while not server.engine.idle and time.monotonic() < deadline:
         time.sleep(0.02)
     assert server.engine.idle
+
+
+def test_slots_are_requests_at_once_and_a_call_hears_of_its_own():
+    """Two slots: the call of three never has more than two in the server, and starts last."""
+    now, most, lock, heard = [], [], threading.Lock(), []
+
+    def busy():
+        with lock:
+            now.append(1)
+            most.append(len(now))
+        time.sleep(0.05)
+        with lock:
+            now.pop()
+        return GOOD
+
+    async def main(engine):
+        async with engine:
+
+            async def call(name, count):
+                requests = [new_request(i) for i in range(count)]
+                await engine.generate(requests, lambda: heard.append(f"{name} started"))
+                heard.append(f"{name} done")
+
+            await asyncio.gather(call("one", 1), call("three", 3))
+
+    with stub((200, busy)) as server:
+        asyncio.run(main(remote_of(server.url, max_concurrent=2)))
+    assert max(most) == 2 and len(most) == 4
+    assert heard == ["one started", "one done", "three started", "three done"]
 
 
 class OneAnswer(Workflow):
@@ -151,7 +193,7 @@ def test_episodes_equal_the_local_engines_and_a_failure_is_its_own(local, remote
     prompts = ["1 + 2", "word " * 200, "3 * 4"]  # the second is longer than the server's cache
     plans = [EpisodePlan(Task(f"t{i}", p, "3"), (1, 0, 0), i, 0) for i, p in enumerate(prompts)]
     config = SamplingConfig(prompt_tokens=1000, response_tokens=8, episode_seconds=20)
-    there = Rollout(EngineThread(remote), tokenizer, OneAnswer()).run(plans, config)
+    there = Rollout(remote, tokenizer, OneAnswer()).run(plans, config)
     here = Rollout(EngineThread(local), tokenizer, OneAnswer()).run(plans, config)
     assert [r.failure is None for r in there] == [r.failure is None for r in here]
     assert [r.failure for r in there] == [None, "remote_refused", None]
@@ -168,13 +210,12 @@ def test_episodes_equal_the_local_engines_and_a_failure_is_its_own(local, remote
 
 def test_one_bad_request_leaves_the_others_alone(local, remote):
     good = [new_request(i, temperature=0.0) for i in range(4)]
-    uids = [remote.submit(r) for r in good[:2]]
-    bad = remote.submit(new_request(2, max_tokens=1000))
-    uids += [remote.submit(r) for r in good[2:]]
-    found = step_all(remote)
-    assert found[bad].cause == "remote_refused"
-    assert "the limit is" in str(found[bad]) and "status 400" in str(found[bad])
-    assert [found[uid].ids for uid in uids] == [c.ids for c in local.run(good)]
+    requests = [*good[:2], new_request(2, max_tokens=1000), *good[2:]]
+    *first, bad, third, fourth = each_alone(remote, requests)
+    assert bad.cause == "remote_refused"
+    assert "the limit is" in str(bad) and "status 400" in str(bad)
+    found = [completion.ids for (completion,) in (*first, third, fourth)]
+    assert found == [c.ids for c in local.run(good)]
     with pytest.raises(RemoteEngineError, match="the limit is"):
         remote.run([good[0], new_request(2, max_tokens=1000)])
 
@@ -246,6 +287,8 @@ class Stub(BaseHTTPRequestHandler):
         self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         script = self.server.script
         status, body = script.pop(0) if len(script) > 1 else script[0]
+        if callable(body):
+            body = body()
         if isinstance(body, float):
             self.server.released.wait(body)
             body = GOOD
@@ -321,6 +364,23 @@ def test_time_out_is_not_tried_again():
             remote_of(server.url, timeout=0.3).run([new_request()])
         assert time.monotonic() - started < 3
         assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("request_", [new_request(max_tokens=0), new_request(top_logps=1)])
+def test_settings_that_make_no_sense_are_not_sent(request_):
+    with stub((200, GOOD)) as server:
+        with pytest.raises(ValueError, match="must"):
+            remote_of(server.url).run([request_])
+        assert not server.bodies
+
+
+def test_a_defect_here_ends_the_rollout(tokenizer, monkeypatch):
+    """What is no failure of the server is no episode's either."""
+    monkeypatch.setattr("srpo_jax.engine.remote.parse_answer", lambda *_: 1 / 0)
+    plan = EpisodePlan(Task("t", "1 + 2", "3"), (1, 0, 0), 0, 0)
+    config = SamplingConfig(prompt_tokens=1000, response_tokens=8)
+    with stub((200, GOOD)) as server, pytest.raises(ZeroDivisionError):
+        Rollout(remote_of(server.url), tokenizer, OneAnswer()).run([plan], config)
 
 
 def test_a_refusal_is_not_tried_again():

@@ -7,19 +7,21 @@ import collections
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
-from envs.workflow import EpisodeFailed
 from srpo_jax.engine.engine import Engine
-from srpo_jax.engine.remote import RemoteEngine, RemoteEngineError
 from srpo_jax.engine.requests import Completion, Request
 
 LOOP_TURNS = 4  # of an event loop, in which episodes that are resumed reach their next call
 LOOP_SECONDS = 1.0  # the longest that the engine waits for them
+
+
+T = TypeVar("T")
 
 
 class EngineClosed(RuntimeError):
@@ -113,7 +115,7 @@ class EngineThread:
         max_requests: How many requests may be waiting or running at once (None: any number).
     """
 
-    def __init__(self, engine: Engine | RemoteEngine, max_requests: int | None = None):
+    def __init__(self, engine: Engine, max_requests: int | None = None):
         self.engine = engine
         self.failure: Exception | None = None
         self.broken = threading.Event()  # set with the failure
@@ -261,7 +263,7 @@ class EngineThread:
         if call in self._queued:
             self._queued.remove(call)
 
-    def _deliver(self, finished: Sequence[tuple[int, Completion | RemoteEngineError]]) -> None:
+    def _deliver(self, finished: Sequence[tuple[int, Completion]]) -> None:
         """Tells the loops which calls have begun and which are done."""
         news: dict[asyncio.AbstractEventLoop, list[Callable[[], object]]]
         news = collections.defaultdict(list)
@@ -270,13 +272,7 @@ class EngineThread:
             self._queued.remove(call)
             news[call.loop].append(call.begin)
         for uid, completion in finished:
-            if uid not in self._calls:
-                continue
             call = self._calls.pop(uid)
-            if isinstance(completion, EpisodeFailed):
-                self._cancel(call)
-                news[call.loop].append(partial(call.fail, completion))
-                continue
             call.completions[uid] = completion
             if len(call.completions) == len(call.requests):
                 news[call.loop].append(call.finish)
@@ -310,3 +306,13 @@ def _take_turns(
         loop.call_soon(_take_turns, loop, (), turned, turns - 1)
     else:
         turned()
+
+
+def run_anywhere(work: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine to its end, also where an event loop runs in this thread (a notebook's)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1, "rollout") as thread:
+        return thread.submit(asyncio.run, work).result()

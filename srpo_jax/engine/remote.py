@@ -10,29 +10,24 @@ top_p nor top_k cuts).
 
 from __future__ import annotations
 
+import asyncio
 import collections
-import http.client
+import itertools
 import json
 import math
-import queue
-import socket
-import threading
-import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 
+from envs.http_client import HTTPClient, HTTPFailure, RetryPolicy
 from envs.workflow import EpisodeFailed
+from srpo_jax.engine.async_engine import run_anywhere
 from srpo_jax.engine.requests import Completion, Request
 from srpo_jax.engine.stop_strings import names_special
 from srpo_jax.recipe.server_url import split_server_url
 
-STEP_SECONDS = 0.005  # the longest that step waits: the rollout's other work goes on between steps
-CONNECT_SECONDS = 10.0
-BACKOFF_CAP = 30.0  # seconds
-MAX_ANSWER = 64 << 20  # bytes
 _NO_PROBABILITY = -9999.0  # vLLM's stand-in for minus infinity, which JSON cannot say
 
 
@@ -42,7 +37,7 @@ class RemoteEngineError(EpisodeFailed):
     ``cause``: remote_url (no such address), remote_unreachable (connection errors, 429 and 5xx
     until the last try), remote_timeout, remote_refused (another 4xx), remote_model (the server has
     no such model), remote_answer (an answer that cannot be trained on), remote_stale,
-    remote_weights, remote_cancelled.
+    remote_weights.
     """
 
     exit_code = 2
@@ -56,49 +51,30 @@ class StalePolicy(RemoteEngineError):
         super().__init__("remote_stale", f"{url}: answered with {said}, expected {expected}")
 
 
-class _Transient(Exception):
-    """A failure before any token was received: the request may be sent again."""
-
-    def __init__(self, reason: str, wait: float = 0.0):
-        super().__init__(reason)
-        self.wait = wait
-
-
-@dataclass(kw_only=True)
-class _Exchange:
-    """One request to the server, over as many tries as it takes."""
-
-    retries: int = 0
-    stop: threading.Event = field(default_factory=threading.Event)
-    socket: socket.socket | None = None
-
-
-@dataclass
-class _Call(_Exchange):
-    """One generation."""
-
-    uid: int
-    request: Request
-    version: int | None
-    taken: bool = False
-
-
 class RemoteEngine:
-    """The engine protocol of the rollout over HTTP: ``submit``, ``step``, ``cancel``, ``idle``.
+    """An ``AsyncEngine`` over HTTP. Nothing is sent before ``check`` or ``generate``, and the
+    environment's proxies are not asked.
 
-    ``url`` is a base such as ``http://127.0.0.1:8000``, with or without ``/v1``; ``model`` the name
-    that the server knows. ``version`` is the policy version that every answer must name, None
-    accepts any and servers that report none (completions then hold the reported one, or 0); it can
-    be set between batches, and holds for what is submitted from then on. ``timeout`` seconds bound
-    one try from sending to the last byte; ``retries`` more tries follow connection errors, 429 and
-    5xx, after ``backoff``, 2 ``backoff``, 4 ``backoff``, ... seconds or what the server's
-    Retry-After says, 30 at most. An answer that has begun is never asked for again. ``stop_ids``
-    end a response beside those that the server knows; stop strings with the text of one of
-    ``special_tokens`` are looked for in the text with special tokens. ``api_key`` is sent as a
-    bearer token.
+    Args:
+        url: A base such as ``http://127.0.0.1:8000``, with or without ``/v1``.
+        model: The name that the server knows.
+        version: The policy version that every answer must name. None accepts any, and servers that
+            report none (completions then hold the reported one, or 0). It can be set at any time,
+            and holds for what is generated from then on.
+        timeout: Seconds of one try, from sending to the last byte.
+        retries: Tries after the first that follow connection errors, 429 and 5xx. An answer that
+            has begun is never asked for again.
+        backoff: Seconds before the first of them; they double, up to 30. A server's Retry-After
+            counts where it is longer.
+        max_concurrent: Requests at once, the ``slots``.
+        stop_ids: Ids that end a response beside those that the server knows.
+        special_tokens: Stop strings with the text of one of them are looked for in the text with
+            special tokens.
+        api_key: Sent as a bearer token.
 
-    Nothing is sent before ``check`` or ``submit``. The environment's proxies are not asked.
-    Raises RemoteEngineError for a URL that is none.
+    Raises:
+        RemoteEngineError: For a URL that is none.
+        ValueError: For a number out of its range.
     """
 
     def __init__(
@@ -117,38 +93,30 @@ class RemoteEngine:
     ):
         if timeout <= 0 or retries < 0 or max_concurrent < 1:
             raise ValueError(
-                "want timeout > 0, retries >= 0 and max_concurrent >= 1, got "
+                "timeout must be positive, retries at least 0 and max_concurrent at least 1, got "
                 f"{timeout}, {retries} and {max_concurrent}"
             )
         self.url = url.rstrip("/").removesuffix("/v1")
         try:
-            parts = split_server_url(self.url)
+            split_server_url(self.url)
         except ValueError as error:
             raise RemoteEngineError("remote_url", str(error)) from None
-        self._host, self._port = parts.hostname or "", parts.port  # it has a host
-        self._https, self._path = parts.scheme == "https", parts.path
         self.model, self.version, self.slots = model, version, max_concurrent
         self.stats: collections.Counter[str] = collections.Counter()
-        self._timeout, self._retries, self._backoff = timeout, retries, backoff
         self._stop_ids = [int(i) for i in stop_ids]
         self._special_tokens = special_tokens
-        self._headers = {"Content-Type": "application/json", "Connection": "close"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._uids = 0
-        self._calls: dict[int, _Call] = {}
-        self._waiting: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._finished: queue.SimpleQueue[tuple[_Call, Completion | Exception]] = (
-            queue.SimpleQueue()
-        )
-        self._threads = 0
+        self._http = HTTPClient(
+            RetryPolicy(retries + 1, backoff), timeout=timeout, connections=max_concurrent,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {}, keep_alive=False,
+        )  # fmt: skip
 
     def check(self) -> None:
         """Asks GET /v1/models whether the server has the model, at the expected version.
 
-        Raises RemoteEngineError or StalePolicy.
+        Raises:
+            RemoteEngineError: Where it has not, or does not answer (StalePolicy for the version).
         """
-        answer = self._exchange("GET", "/v1/models", None, _Exchange())
+        answer = run_anywhere(self._models())
         data = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(data, list) or not all(isinstance(entry, dict) for entry in data):
             raise RemoteEngineError(
@@ -170,107 +138,89 @@ class RemoteEngine:
             "then set this engine's version",
         )
 
-    def submit(self, request: Request) -> int:
-        """Queues a request and returns its uid. Raises ValueError for settings that make no sense;
-        what the server refuses comes back from ``step``."""
-        if not request.prompt_ids or request.max_tokens < 1:
-            raise ValueError(
-                f"want a prompt and max_tokens >= 1, got {len(request.prompt_ids)} prompt ids and "
-                f"max_tokens {request.max_tokens}"
-            )
-        if request.top_logps:
-            raise ValueError("top_logps cannot be had from a remote engine: it names texts, no ids")
-        call = _Call(self._uids, request, self.version)
-        self._uids += 1
-        self._calls[call.uid] = call
-        if self._threads < min(self.slots, len(self._calls)):
-            self._threads += 1
-            threading.Thread(target=self._work, name="remote-engine", daemon=True).start()
-        self._waiting.put(call)
-        return call.uid
-
-    @property
-    def idle(self) -> bool:
-        return not self._calls
-
-    @property
-    def queued(self) -> set[int]:
-        """Requests that none of the threads has taken yet, by uid."""
-        return {uid for uid, call in self._calls.items() if not call.taken}
-
-    def cancel(self, uid: int) -> None:
-        """Drops a request and closes its connection, at which servers stop generating."""
-        call = self._calls.pop(uid, None)
-        if call is not None:
-            call.stop.set()
-            _shut(call.socket)
-
-    def compile_count(self) -> int:
-        """0: nothing is compiled here."""
-        return 0
-
-    def step(self) -> list[tuple[int, Completion | RemoteEngineError]]:
-        """What finished, after at most STEP_SECONDS: a completion, or why that request has none."""
-        if self.idle:
-            return []
-        ended = []
-        try:
-            ended.append(self._finished.get(timeout=STEP_SECONDS))
-            while True:
-                ended.append(self._finished.get_nowait())
-        except queue.Empty:
-            pass
-        results = []
-        for call, result in ended:
-            if self._calls.pop(call.uid, None) is None:
-                continue  # cancelled
-            self.stats["retries"] += call.retries
-            if isinstance(result, Completion):
-                self.stats["decode_tokens"] += len(result.ids)
-                self.stats["prompt_tokens"] += len(call.request.prompt_ids)
-            elif not isinstance(result, RemoteEngineError):
-                raise result  # a defect of this module, not of the server
-            else:
-                self.stats[result.cause] += 1
-            results.append((call.uid, result))
-        return results
-
     def run(self, requests: Sequence[Request]) -> list[Completion]:
-        """Submits all, waits until all are done, and returns the completions in their order.
+        """``generate`` from code that is no coroutine."""
 
-        Raises the first failure, once the other requests have ended.
+        async def generate() -> list[Completion]:
+            async with self:
+                return await self.generate(requests)
+
+        return run_anywhere(generate())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._http.close()
+
+    async def generate(
+        self, requests: Sequence[Request], started: Callable[[], object] = lambda: None
+    ) -> list[Completion]:
+        """As ``AsyncEngine.generate``; cancelled, it closes its connections, at which servers stop
+        generating.
+
+        Raises:
+            ValueError: For settings that make no sense.
+            RemoteEngineError: The first failure of a request; the others are cancelled.
         """
-        order = [self.submit(request) for request in requests]
-        results: dict[int, Completion | RemoteEngineError] = {}
-        while not self.idle:
-            results.update(self.step())
-        completions = []
-        for uid in order:
-            result = results[uid]
-            if isinstance(result, RemoteEngineError):
-                raise result
-            completions.append(result)
-        return completions
+        for request in requests:
+            _check_request(request)
+        queued = len(requests)
 
-    def close(self) -> None:
-        """Cancels what runs and ends the threads."""
-        for uid in list(self._calls):
-            self.cancel(uid)
-        for _ in range(self._threads):
-            self._waiting.put(None)
-        self._threads = 0
+        def one_started() -> None:
+            nonlocal queued
+            queued -= 1
+            if not queued:
+                started()
 
-    def _work(self) -> None:
-        while (call := self._waiting.get()) is not None:
-            call.taken = True
-            result: Completion | Exception
-            try:
-                body = json.dumps(self._body(call.request)).encode()
-                answer = self._exchange("POST", "/v1/completions", body, call)
-                result = parse_answer(answer, call.request, call.version, self.url)
-            except Exception as error:  # handed to step, which tells failures from defects
-                result = error
-            self._finished.put((call, result))
+        tasks = [asyncio.create_task(self._one(request, one_started)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _one(self, request: Request, started: Callable[[], object]) -> Completion:
+        version = self.version
+        urls = itertools.repeat(f"{self.url}/v1/completions")
+        try:
+            _, content = await self._http.post(urls, self._body(request), started)
+            completion = parse_answer(_parsed(content, self.url), request, version, self.url)
+        except HTTPFailure as failure:
+            error = self._error(failure)
+            self.stats[error.cause] += 1
+            raise error from None
+        except RemoteEngineError as error:
+            self.stats[error.cause] += 1
+            raise
+        finally:
+            self.stats["retries"] = self._http.retries
+        self.stats["decode_tokens"] += len(completion.ids)
+        self.stats["prompt_tokens"] += len(request.prompt_ids)
+        return completion
+
+    async def _models(self) -> Any:
+        try:
+            _, content = await self._http.get(itertools.repeat(f"{self.url}/v1/models"))
+        except HTTPFailure as failure:
+            raise self._error(failure) from None
+        finally:
+            await self._http.close()
+        return _parsed(content, self.url)
+
+    def _error(self, failure: HTTPFailure) -> RemoteEngineError:
+        if failure.cause != "refused":
+            return RemoteEngineError(f"remote_{failure.cause}", f"{self.url}: {failure}")
+        unknown = failure.status == 404 and "model" in str(failure).lower()
+        return RemoteEngineError(
+            "remote_model" if unknown else "remote_refused",
+            f"{self.url}: model {self.model!r}: {failure}",
+        )
 
     def _body(self, request: Request) -> dict[str, Any]:
         a, b = (int(half) for half in request.key)
@@ -298,76 +248,6 @@ class RemoteEngine:
         if self._stop_ids:
             body["stop_token_ids"] = self._stop_ids
         return body
-
-    def _exchange(self, method: str, path: str, body: bytes | None, call: _Exchange) -> Any:
-        """The JSON of a 200 answer, after as many tries as it takes and is allowed."""
-        wait, failure = 0.0, ""
-        for attempt in range(self._retries + 1):
-            if attempt:
-                call.retries = attempt
-                wait = max(wait, self._backoff * 2 ** (attempt - 1))
-                call.stop.wait(min(wait, BACKOFF_CAP))
-            if call.stop.is_set():
-                raise RemoteEngineError("remote_cancelled", f"{self.url}: cancelled")
-            try:
-                return self._try(method, path, body, call)
-            except _Transient as error:
-                wait, failure = error.wait, str(error)
-        raise RemoteEngineError(
-            "remote_unreachable", f"{self.url}: {failure} ({self._retries + 1} tries)"
-        )
-
-    def _try(self, method: str, path: str, body: bytes | None, call: _Exchange) -> Any:
-        kind = http.client.HTTPSConnection if self._https else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=min(CONNECT_SECONDS, self._timeout))
-        deadline = time.monotonic() + self._timeout
-        late = RemoteEngineError(
-            "remote_timeout", f"{self.url}: no whole answer within {self._timeout:g} s"
-        )
-        try:
-            try:
-                connection.connect()
-            except OSError as error:
-                raise _Transient(f"cannot connect: {_reason(error)}") from None
-            call.socket = sock = connection.sock
-            if call.stop.is_set():
-                raise RemoteEngineError("remote_cancelled", f"{self.url}: cancelled")
-            sock.settimeout(max(deadline - time.monotonic(), 1e-3))
-            try:
-                connection.request(method, self._path + path, body, self._headers)
-                response = connection.getresponse()
-            except TimeoutError:
-                raise late from None
-            except (OSError, http.client.HTTPException) as error:
-                raise _Transient(f"connection lost: {_reason(error)}") from None
-            status = response.status
-            try:
-                text = _read(response, sock, deadline)
-            except TimeoutError:
-                raise late from None
-            except (OSError, ValueError, http.client.HTTPException) as error:
-                if status == 200:
-                    raise self._bad_answer(f"broke off: {_reason(error)}") from None
-                raise _Transient(f"status {status}") from None
-        finally:
-            call.socket = None
-            connection.close()
-        if status == 429 or status >= 500:
-            raise _Transient(f"status {status}: {_message(text)}", _retry_after(response))
-        if status != 200:
-            said = _message(text)
-            unknown = status == 404 and "model" in said.lower()
-            raise RemoteEngineError(
-                "remote_model" if unknown else "remote_refused",
-                f"{self.url}: model {self.model!r}: status {status}: {said}",
-            )
-        try:
-            return json.loads(text)
-        except ValueError:
-            raise self._bad_answer("is no JSON") from None
-
-    def _bad_answer(self, what: str) -> RemoteEngineError:
-        return RemoteEngineError("remote_answer", f"{self.url}: the answer {what}")
 
 
 def parse_answer(answer: Any, request: Request, version: int | None, url: str) -> Completion:
@@ -418,51 +298,18 @@ def _check_version(url: str, expected: int | None, answer: dict[str, Any]) -> in
     return found
 
 
-def _read(response: http.client.HTTPResponse, sock: socket.socket, deadline: float) -> bytes:
-    """The whole body. Raises TimeoutError past the deadline, ValueError past MAX_ANSWER."""
-    text = bytearray()
-    while response.length != 0 and not response.isclosed():
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        sock.settimeout(left)
-        piece = response.read1(1 << 16)
-        if not piece:
-            break
-        text += piece
-        if len(text) > MAX_ANSWER:
-            raise ValueError(f"more than {MAX_ANSWER >> 20} MiB")
-    if response.length:
-        raise http.client.IncompleteRead(bytes(text), response.length)
-    return bytes(text)
+def _check_request(request: Request) -> None:
+    if not request.prompt_ids or request.max_tokens < 1:
+        raise ValueError(
+            "a request must have a prompt and max_tokens of at least 1, got "
+            f"{len(request.prompt_ids)} prompt ids and max_tokens {request.max_tokens}"
+        )
+    if request.top_logps:
+        raise ValueError("top_logps must be 0 with a remote engine: it names texts, not ids")
 
 
-def _shut(sock: socket.socket | None) -> None:
-    if sock is not None:
-        try:
-            sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it has ended by itself
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or f"{type(error).__name__} {error}".rstrip()
-
-
-def _retry_after(response: http.client.HTTPResponse) -> float:
+def _parsed(content: bytes, url: str) -> Any:
     try:
-        return max(float(response.getheader("Retry-After", "0")), 0.0)
-    except ValueError:  # a date
-        return 0.0
-
-
-def _message(text: bytes) -> str:
-    """The one line that an error answer says, in OpenAI's shape or any other."""
-    said: Any = text.decode("utf-8", "replace")
-    try:
-        found = json.loads(said)
-        error = found.get("error", found)
-        said = error if isinstance(error, str) else error.get("message", error.get("detail", said))
-    except (ValueError, AttributeError):
-        pass
-    return " ".join(str(said).split())[:300]
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        raise RemoteEngineError("remote_answer", f"{url}: the answer is no JSON") from None

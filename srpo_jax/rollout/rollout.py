@@ -11,7 +11,6 @@ import collections
 import inspect
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,7 @@ from envs.workflow import (
     Workflow,
 )
 from srpo_jax.engine import PromptTooLong, Request, request_key
-from srpo_jax.engine.async_engine import AsyncEngine
+from srpo_jax.engine.async_engine import AsyncEngine, run_anywhere
 from srpo_jax.events import Episode, Member, record_episode
 from srpo_jax.rollout.engine_calls import EngineCalls
 from srpo_jax.rollout.prompting import Fitted, Tokenizer, fit_prompt
@@ -286,16 +285,6 @@ class Rollout:
         if inspect.iscoroutinefunction(own):
             return checked_score(await own(task, outcome, team), own)
         return checked_score(await team.tool("reward", own, task, outcome, team), own)
-
-
-def run_anywhere(work: Coroutine[Any, Any, list[EpisodeResult]]) -> list[EpisodeResult]:
-    """Runs a coroutine to its end, also where an event loop runs in this thread (a notebook's)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1, "rollout") as thread:
-        return thread.submit(asyncio.run, work).result()
 
 
 async def _results(episodes: Sequence[Coroutine[Any, Any, EpisodeResult]]) -> list[EpisodeResult]:

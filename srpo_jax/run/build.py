@@ -19,7 +19,7 @@ from models.convert import load_config, load_hf, save_hf
 from models.qwen import Qwen
 from models.tokenizer import ChatTokenizer
 from srpo_jax.engine import Engine
-from srpo_jax.engine.async_engine import EngineThread
+from srpo_jax.engine.async_engine import AsyncEngine, EngineThread
 from srpo_jax.engine.remote import RemoteEngine
 from srpo_jax.learner.batch import ShapeMemory
 from srpo_jax.learner.learner import Learner
@@ -168,20 +168,22 @@ def build_evaluation_parts(
     sets = task_sets(recipe, train=False)
     begin(f"loading model {recipe.model.path}")
     engine: Engine | RemoteEngine
+    sampler: AsyncEngine
     if recipe.rollout.remote is not None:
         config = load_config(recipe.checkpoint, revision=recipe.model.revision, weights=False)
         tokenizer = _load_tokenizer(recipe, config, sets)
         begin("building engine")
-        engine = remote_engine(recipe.rollout.remote, tokenizer)
+        engine = sampler = remote_engine(recipe.rollout.remote, tokenizer)
     else:
         mesh = make_mesh(**recipe.learner.mesh.model_dump())
         model, config = _load_model(recipe, mesh)
         tokenizer = _load_tokenizer(recipe, config, sets)
         begin("building engine")
         engine = local_engine(recipe, model, tokenizer, mesh)
+        sampler = EngineThread(engine)
     return EvaluationParts(
         recipe=recipe, config=config, tokenizer=tokenizer, engine=engine,
-        rollout=Rollout(EngineThread(engine), tokenizer, workflow, reward=reward, check=check),
+        rollout=Rollout(sampler, tokenizer, workflow, reward=reward, check=check),
         benchmarks=sets.benchmarks, eval_sampling=_eval_sampling(recipe),
     )  # fmt: skip
 

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import httpx
 
+from envs.http_client import HTTPClient, HTTPFailure, RetryPolicy
 from envs.search.retrieval.base import Passage, RetrievalError
 from envs.text_files import parse_json, short
+from envs.tool_threads import QUEUEING
 
-_BACKOFF_CAP = 4.0
+LONGEST_WAIT = 4.0  # seconds between two tries
 
 
 class HTTPRetriever:
     """Asks one of several equal servers, in turn; a retry goes to the next one.
 
-    ``addresses`` are bases such as ``http://127.0.0.1:8000`` or whole ``.../retrieve`` URLs.
-    ``form`` is what the servers take: ``queries`` (a batch in one request) or ``query`` (one
-    request per query, sent side by side). Connection errors, time-outs (``timeout`` seconds a try)
-    and 5xx answers are retried up to ``tries`` tries in all, after ``backoff``, 2 ``backoff``, 4
-    ``backoff``, ... seconds, 4 at most. Anything else that is not a result, and the last failure,
-    raise RetrievalError. The environment's proxies are not asked: the servers are the user's own.
+    Connection errors, time-outs, 429 and 5xx answers are retried. Anything else that is not a
+    result, and the last failure, raise RetrievalError. The environment's proxies are not asked: the
+    servers are the user's own.
+
+    Args:
+        addresses: Bases such as ``http://127.0.0.1:8000`` or whole ``.../retrieve`` URLs.
+        form: What the servers take: ``queries`` (a batch in one request) or ``query`` (one request
+            per query, sent side by side).
+        timeout: Seconds of one try.
+        tries: How many requests a search may take.
+        backoff: Seconds before the second try; they double, up to LONGEST_WAIT.
+        connections: Requests at once; those that wait for one are no time of their tool.
+
+    Raises:
+        ValueError: For an address that is none and a value out of its range.
     """
 
     def __init__(
@@ -54,15 +66,22 @@ class HTTPRetriever:
         ]
         self._urls = itertools.cycle(urls)
         self._form = form
-        self._timeout = timeout
-        self._tries = tries
-        self._backoff = backoff
-        self._limits = httpx.Limits(max_connections=connections)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._client: httpx.AsyncClient | None = None
+        policy = RetryPolicy(tries, backoff, LONGEST_WAIT, idempotent=True)
+        self._http = HTTPClient(policy, timeout=timeout, connections=connections)
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
-        """One list of passages per query, in the queries' order."""
+        """The passages of each query.
+
+        Args:
+            queries: Any number of texts.
+            topk: The most passages of a query.
+
+        Returns:
+            One list per query, in the queries' order, best first.
+
+        Raises:
+            RetrievalError: Where the servers fail for good.
+        """
         if not queries:
             return []
         if self._form == "queries":
@@ -71,43 +90,21 @@ class HTTPRetriever:
         return [answer[0] for answer in answers]
 
     async def close(self) -> None:
-        """Closes the connection pool."""
-        if self._client is not None and self._loop is asyncio.get_running_loop():
-            await self._client.aclose()
-        self._client = None
-
-    def _pool(self) -> httpx.AsyncClient:
-        """The connection pool of the running event loop: connections do not outlive their loop."""
-        loop = asyncio.get_running_loop()
-        if self._client is None or self._loop is not loop:
-            self._loop = loop
-            self._client = httpx.AsyncClient(
-                timeout=self._timeout, limits=self._limits, trust_env=False
-            )
-        return self._client
+        """Closes the connections."""
+        await self._http.close()
 
     async def _ask(self, query: dict[str, Any], topk: int, count: int) -> list[list[Passage]]:
         body = {**query, "topk": topk, "return_scores": True}
-        failure = ""
-        for attempt in range(self._tries):
-            if attempt:
-                await asyncio.sleep(min(self._backoff * 2 ** (attempt - 1), _BACKOFF_CAP))
-            url = next(self._urls)
+        with contextlib.ExitStack() as queueing:
+            queueing.enter_context(QUEUEING.get(contextlib.nullcontext)())
             try:
-                response = await self._pool().post(url, json=body)
-            except httpx.RequestError as error:
-                failure = f"{url}: {type(error).__name__} {error}".rstrip()
-                continue
-            if response.status_code >= 500:
-                failure = f"{url}: status {response.status_code}"
-                continue
-            if response.status_code != 200:
-                raise RetrievalError(f"{url}: status {response.status_code} {response.text[:200]}")
-            try:
-                return parse_result(parse_json(response.text), count)
-            except ValueError as error:
-                raise RetrievalError(f"{url}: {error}") from None
-        raise RetrievalError(f"{failure} ({self._tries} tries)")
+                url, content = await self._http.post(self._urls, body, queueing.close)
+            except HTTPFailure as error:
+                raise RetrievalError(f"{error.url}: {error}") from None
+        try:
+            return parse_result(parse_json(content.decode("utf-8", "replace")), count)
+        except ValueError as error:
+            raise RetrievalError(f"{url}: {error}") from None
 
 
 def parse_result(answer: Any, count: int) -> list[list[Passage]]:
