@@ -19,7 +19,7 @@ from srpo_jax.learner.batch import ShapeMemory
 from srpo_jax.learner.optimizer import last_rate
 from srpo_jax.recipe.recipe import Recipe
 from srpo_jax.rollout.rollout import EpisodePlan, EpisodeResult
-from srpo_jax.rollout.transcript import episode_record
+from srpo_jax.rollout.transcript import episode_transcript
 from srpo_jax.run.build import Parts, build_parts
 from srpo_jax.run.checkpoint import Checkpoints
 from srpo_jax.run.evaluate import check_failures, evaluate, evaluation_metrics
@@ -267,7 +267,7 @@ def update_step(
         progress.warn(kind, text)
     if recipe.trainer.dump_episodes:
         by_event = {e.id: a for e, a in zip(complete, advantages, strict=True)}
-        writer.write(step + 1, [episode_record(r, step + 1, by_event) for r in results])
+        writer.write(step + 1, [episode_transcript(r, step + 1, by_event) for r in results])
     return metrics | {"compiles": float(parts.compile_count())}
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as Spec
 from models.attention import cache_gpu as gpu
 from models.attention.cache import PLAIN, Pages, Work
 from srpo_jax.engine.pages import Node
-from srpo_jax.engine.plan import RowPages, Shapes, decode_work, prefill_pages
+from srpo_jax.engine.plan import RowPages, Shapes, decode_work, plan_prefill
 
 P = 16
 SHAPES = Shapes(slots=7, page=P, lanes=4, cache_tokens=80)
@@ -166,7 +166,7 @@ def test_prefill_equals_the_plain_form(G, Kv, H, dtype, atol):
     first = node(5)
     second = node(3, parent=first)
     nodes = [first, second, node(8, 7, node(9, parent=node(4)))]  # 4 and 9 are in the cache already
-    pages = prefill_pages(nodes, 4, SHAPES)  # the fourth is not used
+    pages = plan_prefill(nodes, 4, SHAPES)  # the fourth is not used
     args = (q, k, v, cache, *map(jnp.asarray, (pages.page, pages.context, pages.depth)))
     got, got_cache = jax.jit(KERNELS.prefill)(*args)
     expected, expected_cache = jax.jit(PLAIN.prefill)(*args)

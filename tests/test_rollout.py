@@ -21,7 +21,7 @@ from models.tokenizer import ChatTokenizer
 from srpo_jax.engine import Engine, request_key
 from srpo_jax.engine.async_engine import EngineThread
 from srpo_jax.rollout.rollout import Rollout, SamplingConfig, count_failures
-from srpo_jax.rollout.transcript import episode_record
+from srpo_jax.rollout.transcript import episode_transcript
 from srpo_jax.rollout.user_code import UserCodeError
 from srpo_jax.run.step_metrics import rollout_metrics
 from srpo_jax.run.warnings import step_warnings
@@ -227,7 +227,7 @@ class TestFailures:
     def test_what_it_cost_is_recorded(self):
         """The event of two and its draft were sampled before the failure."""
         (result,) = run(Troubled(), ["fails"])
-        record = episode_record(result, 1, {})
+        record = episode_transcript(result, 1, {})
         assert (record["failure"], record["detail"]) == ("retrieval", "no index")
         assert (record["reward"], record["outcome"]) == (None, None)
         assert record["cost"]["calls"] == 2.0 and record["cost"]["tokens"] > 0

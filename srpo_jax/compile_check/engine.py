@@ -12,7 +12,7 @@ from models.attention.select import cache_attention_on
 from models.known_configs import Architecture
 from srpo_jax.compile_check.report import OutOfMemory, Phase, ProgramReport, compiled_report
 from srpo_jax.compile_check.update import abstract_model
-from srpo_jax.engine.build import EnginePrograms, build_programs
+from srpo_jax.engine.build import EnginePrograms, engine_programs
 from srpo_jax.engine.layout import REPLICA, TENSOR
 from srpo_jax.learner.sharding import bytes_per_device
 from srpo_jax.recipe.errors import RecipeError
@@ -95,7 +95,7 @@ def abstract_engine(
             f"call needs {one * shapes.page}"
         )
     try:
-        programs = build_programs(
+        programs = engine_programs(
             config, graphdef, params, mesh, cache_attention_on(platform), shapes,
             pages=tokens // shapes.page + 1, vocab_size=architecture.tokenizer_ids, stop_ids=(0,),
             burst=settings.burst, dtype=dtype,

@@ -24,7 +24,7 @@ from srpo_jax.engine.layout import (
     shardings,
     weight_specs,
 )
-from srpo_jax.engine.plan import Shapes, decode_work, pages_of, prefill_pages
+from srpo_jax.engine.plan import Shapes, decode_work, pages_of, plan_prefill
 from srpo_jax.engine.programs import EngineState, compiled_programs, new_state, state_specs
 from srpo_jax.engine.replica import empty_plan
 
@@ -54,7 +54,7 @@ class EnginePrograms(NamedTuple):
     plan: Any
 
 
-def build_programs(
+def engine_programs(
     config: ModelConfig,
     graphdef: Any,
     params: dict,
@@ -94,7 +94,7 @@ def build_programs(
         each = NamedSharding(mesh, P(REPLICA))
         return placed(tree, jax.tree.map(lambda _: each, tree))
 
-    unused = prefill_pages([], prefill_size(mesh, shapes), shapes)
+    unused = plan_prefill([], prefill_size(mesh, shapes), shapes)
     return EnginePrograms(
         jax.jit(prepare, out_shardings=weight_shardings),
         jax.jit(create, out_shardings=state_shardings),

@@ -25,10 +25,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.attention.select import cache_attention_on
 from models.config import ModelConfig
-from srpo_jax.engine.build import build_programs, joined, prefill_size
+from srpo_jax.engine.build import engine_programs, joined, prefill_size
 from srpo_jax.engine.layout import REPLICA, TENSOR, check_tensor, engine_mesh
 from srpo_jax.engine.pages import Node, PageStore
-from srpo_jax.engine.plan import Shapes, prefill_pages
+from srpo_jax.engine.plan import Shapes, plan_prefill
 from srpo_jax.engine.replica import Replica, Running
 from srpo_jax.engine.requests import (
     LEAST_TEMPERATURE,
@@ -101,7 +101,7 @@ class Engine:
             Replica(shapes, PageStore(count + 1, shapes.page, kept, sharing), burst)
             for _ in range(replicas)
         ]
-        programs = build_programs(
+        programs = engine_programs(
             config, graphdef, params, mesh, attention, shapes, pages=count + 1,
             vocab_size=vocab_size, stop_ids=self._stop_ids, burst=burst, dtype=dtype,
         )  # fmt: skip
@@ -264,7 +264,7 @@ class Engine:
         size = self._prefill_pages
         while any(new):
             part, new = [nodes[:size] for nodes in new], [nodes[size:] for nodes in new]
-            pages = [prefill_pages(nodes, size, self._shapes) for nodes in part]
+            pages = [plan_prefill(nodes, size, self._shapes) for nodes in part]
             self._state = self._prefill(self._weights, self._state, joined(pages))
             self.stats["prefill_tokens"] += sum(len(n.ids) for nodes in part for n in nodes)
             self.stats["prefill_padded_tokens"] += size * self._shapes.page * len(part)

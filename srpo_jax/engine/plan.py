@@ -123,7 +123,7 @@ def _counts(lengths: np.ndarray) -> np.ndarray:
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def prefill_pages(nodes: Sequence[Node], count: int, shapes: Shapes) -> Prefill:
+def plan_prefill(nodes: Sequence[Node], count: int, shapes: Shapes) -> Prefill:
     """``nodes`` as the arguments of a prefill of ``count`` pages."""
     tokens = np.zeros((count, shapes.page), np.int32)
     page = np.full(count, UNUSED, np.int32)

@@ -10,7 +10,7 @@ import numpy as np
 from srpo_jax.rollout.rollout import EpisodeResult, episode_cost
 
 
-def episode_record(
+def episode_transcript(
     result: EpisodeResult, step: int, advantages: Mapping[str, Sequence[float] | np.ndarray]
 ) -> dict[str, Any]:
     """What ``launch.show`` prints. ``advantages`` maps event ids to their members' advantages."""

@@ -152,7 +152,7 @@ def evaluate_and_keep(
 
     Raises RecipeError, DataError, CheckpointError or TrainingFailed, each one line.
     """
-    from srpo_jax.rollout.transcript import episode_record
+    from srpo_jax.rollout.transcript import episode_transcript
     from srpo_jax.run.build import build_evaluation_parts
     from srpo_jax.run.evaluate import evaluate
 
@@ -174,7 +174,7 @@ def evaluate_and_keep(
                 parts,
                 progress,
                 keep=lambda name, episodes: writer.write(
-                    numbers[name], [episode_record(r, numbers[name], {}) for r in episodes]
+                    numbers[name], [episode_transcript(r, numbers[name], {}) for r in episodes]
                 ),
             )
             write_verdicts(folder, 0, {name: r.correct for name, r in results.items()})
