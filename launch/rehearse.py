@@ -140,14 +140,14 @@ def speak(
     temperature: float,
 ) -> Rehearsal:
     """The episode with outputs sampled from a checkpoint."""
+    import jax
     import jax.numpy as jnp
 
     from models.convert import load_hf
-    from models.qwen import split_params
     from models.tokenizer import ChatTokenizer
-    from srpo_jax.engine import Engine
     from srpo_jax.engine.async_engine import EngineThread
     from srpo_jax.rollout.rollout import EpisodePlan, Rollout, SamplingConfig
+    from srpo_jax.run.build_engine import EngineSettings, build_engine
 
     folder = find_model(checkpoint)
     tokenizer = ChatTokenizer(folder)
@@ -157,14 +157,11 @@ def speak(
             f"--prompt-tokens and --response-tokens make {longest}, but {checkpoint} was made for "
             f"{config.max_position} positions"
         )
-    engine = Engine(
-        config,
-        *split_params(model),
-        vocab_size=tokenizer.vocab_size,
-        stop_ids=tokenizer.stop_ids,
-        slots=len(workflow.roles),
-        cache_tokens=prompt_tokens + response_tokens,
-    )
+    settings = EngineSettings(len(workflow.roles), longest, jnp.dtype(jnp.float32))
+    try:
+        engine = build_engine(settings, model, tokenizer, jax.local_devices()[:1])
+    except ValueError as error:
+        raise RecipeError(f"--prompt-tokens and --response-tokens: {error}") from None
     sampling = SamplingConfig(prompt_tokens, response_tokens, temperature)
     plan = EpisodePlan(task, (0, 1, 0), slot=0, rollout=0)
     (result,) = Rollout(EngineThread(engine), tokenizer, workflow).run([plan], sampling)
