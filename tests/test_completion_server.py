@@ -150,7 +150,7 @@ DEEP = "[" * 900 + "]" * 900
         (b"prompt=1&max_tokens=2", "must be a JSON object"),
         (b'{"prompt": [1], "max_tokens": ' + b"9" * 5000 + b"}", "must be a JSON object"),
         (b'{"prompt": [1], "temperature": 1e400}', '"temperature" must be'),
-        ({"prompt": [1], "temperature": 1e-40}, "temperature is 1e-40, want 0 or"),
+        ({"prompt": [1], "temperature": 1e-40}, "temperature must be 0 or at least"),
         ({"prompt": [1], "temperature": "1"}, '"temperature" must be'),
         ({"prompt": [1], "max_tokens": -5}, '"max_tokens" must be'),
         ({"prompt": [1], "max_tokens": 2**31 - 1}, "the limit is"),

@@ -187,7 +187,7 @@ def test_top_log_probs(parts):
         assert done.top_ids[step].tolist() == order.tolist()
         np.testing.assert_allclose(done.top_logps[step], np.array(every)[order], atol=1e-4)
     assert bits(done)[:2] == bits(engine.run([replace(r, top_logps=0)])[0])[:2]
-    with pytest.raises(ValueError, match="top_logps is 21, the most is 20"):
+    with pytest.raises(ValueError, match="top_logps must be from 0 to 20, got 21"):
         engine.submit(replace(r, top_logps=21))
 
 

@@ -238,4 +238,4 @@ class TestMesh:
     @pytest.mark.parametrize("size, devices", [(10, 1), (11, 2), (21, 4), (1000, 4)])
     def test_as_few_devices_as_hold_the_weights(self, size, devices):
         config = replace(tiny_config(64), num_heads=8, intermediate_size=64)
-        assert fewest_devices(config, 4, size, room=10) == devices
+        assert fewest_devices(config, 4, size, limit=10) == devices

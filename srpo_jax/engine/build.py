@@ -68,7 +68,21 @@ def engine_programs(
     burst: int,
     dtype: Any,
 ) -> EnginePrograms:
-    """Programs for ``pages`` pages a replica; of ``params`` only shapes and dtypes are read."""
+    """The jitted programs of an engine, none of them compiled yet.
+
+    Args:
+        config: The model's.
+        graphdef: The model without its parameters.
+        params: Its parameters, of which only shapes and dtypes are read.
+        mesh: (replica, tensor).
+        attention: Of the mesh's devices.
+        shapes: The fixed sizes of the programs.
+        pages: Pages of a replica's KV cache.
+        vocab_size: The tokenizer's length; higher ids are never drawn.
+        stop_ids: Ids that end a response.
+        burst: Decode steps of one dispatch.
+        dtype: Of weights and cache.
+    """
     replicas, tensor = mesh.shape[REPLICA], mesh.shape[TENSOR]
     dtype = jnp.dtype(dtype)
     prepare = functools.partial(prepare_weights, config, graphdef, dtype=dtype, tensor=tensor)
@@ -108,13 +122,13 @@ def engine_programs(
 
 
 def prefill_size(mesh: Mesh, shapes: Shapes) -> int:
-    """Pages of one prefill."""
+    """Pages of one prefill, fixed for a mesh."""
     tokens = PREFILL_TOKENS.get(mesh.devices.flat[0].platform, OTHER_PREFILL_TOKENS)
     return pages_of(tokens, shapes.page)
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """The arguments of all replicas as one: their arrays one after the other."""
+    """The arguments of all replicas as one: their arrays concatenated along the first axis."""
     if len(parts) == 1:
         return parts[0]
     return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)

@@ -1,9 +1,9 @@
-"""Continuous batching over fixed slots and a paged cache: one plain, deterministic scheduler.
+"""Continuous batching over fixed slots and a paged KV cache: one plain, deterministic scheduler.
 
-``submit`` queues a request, ``step`` gives free slots to requests whose prompts are in the cache,
-runs one decode burst, and prepares the next requests while the device is busy. A request is
-prepared, in order of submission, once the pages for its whole length are there, so what runs always
-ends and frees its pages: nothing waits for itself.
+``submit`` queues a request. ``step`` gives free slots to requests whose prompts are in the cache,
+runs one burst (up to ``burst`` decode steps in one dispatch), and prefills the next requests while
+the device is busy. A request is prefilled, in order of submission, once there are pages for its
+whole length, so what runs always ends and frees its pages: there is no deadlock and no preemption.
 
 A result depends on the request and on shapes fixed for the run, never on slot, neighbours or order
 of admission, nor on the replica. A page of a prompt is a function of the ids up to its end, so it
@@ -41,18 +41,35 @@ from srpo_jax.engine.stop_strings import StopStrings, TextDecoder
 
 
 class Engine:
-    """Up to ``slots`` requests at once on each replica of ``mesh`` (``engine_mesh``; None: one
-    device), each with at most ``cache_tokens`` tokens.
+    """A synchronous engine: coroutines reach it through ``EngineThread``.
 
-    ``vocab_size`` is the tokenizer's length; ``stop_ids`` the union of every declared end id;
-    ``tokenizer`` is needed for stop strings only. ``budget_tokens`` bounds a
-    replica's cache (None: every slot can have a request of the full length), ``store_tokens`` the
-    part of it that keeps prompts which no request holds (None: whatever is free). Without
-    ``sharing`` equal prompts are computed, stored and read once for every request: the same bits,
-    slower.
+    Args:
+        config: The model's.
+        graphdef: The model without its parameters (``models.qwen.split_params``).
+        params: Its parameters, of which the engine makes a copy in its own layout.
+        vocab_size: The tokenizer's length; higher ids are never drawn.
+        stop_ids: The union of every declared end id.
+        slots: Requests decoded at once on each replica.
+        cache_tokens: The most tokens of a request, prompt and response together.
+        burst: Decode steps of one dispatch.
+        budget_tokens: Tokens of a replica's KV cache (None: the full length in every slot).
+        store_tokens: Those of them that may keep prompts which no request reads any more (None:
+            whatever is free).
+        sharing: Prefix sharing. Without, equal prompts are computed, stored and read once for every
+            request: the same bits, slower.
+        page: Tokens of a page (None: what suits the device's attention).
+        dtype: Of weights and cache.
+        tokenizer: Needed for stop strings only.
+        mesh: (replica, tensor), see ``engine_mesh`` (None: one device).
+        version: Of the weights; completions name it.
 
-    Raises ValueError for a budget below one request, heads that the mesh does not divide, and what
-    the devices' attention does not take.
+    Attributes:
+        stats: Counts of decode_steps, decode_tokens, prompt_tokens, prefill_tokens (those of
+            prompts that were not stored) and prefill_padded_tokens.
+
+    Raises:
+        ValueError: For a budget below one request, heads that the mesh does not divide, and what
+            the devices' attention does not take.
     """
 
     def __init__(
@@ -113,13 +130,15 @@ class Engine:
         self.set_weights(params, version)
 
     def set_weights(self, params: dict, version: int) -> None:
-        """Replaces the weights between calls and forgets the stored prompts; running requests would
-        mix policies, so none may run.
+        """Replaces the weights and forgets the stored prompts.
 
-        ``params`` may lie on any devices; where they are the engine's, in its order, nothing but
-        the engine's own copy is made.
+        Args:
+            params: On any devices; where they are the engine's, in its order, nothing but the
+                engine's own copy is made.
+            version: Of these weights.
 
-        Raises RuntimeError if any request runs.
+        Raises:
+            RuntimeError: If any request runs: its response would mix two policies.
         """
         self.drop()
         self._state = self._new_state()
@@ -133,7 +152,8 @@ class Engine:
         """Frees the memory of weights and cache until ``set_weights``: while a learner updates on
         the same device, it is the learner's. Requests may be submitted but no step be taken.
 
-        Raises RuntimeError if any request runs.
+        Raises:
+            RuntimeError: If any request runs.
         """
         running = sum(len(replica.running) for replica in self._replicas)
         if running:
@@ -151,15 +171,16 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Queues a request and returns its uid.
 
-        Raises PromptTooLong (length and limit), or ValueError for an id that the model does not
-        embed and for settings that make no sense.
+        Raises:
+            PromptTooLong: Says the prompt's length and the limit.
+            ValueError: For an id that the model does not embed and a setting out of its range.
         """
         if request.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {request.max_tokens}")
-        length, room = len(request.prompt_ids), self.cache_tokens - request.max_tokens
-        if not 0 < length <= room:
+        length, limit = len(request.prompt_ids), self.cache_tokens - request.max_tokens
+        if not 0 < length <= limit:
             raise PromptTooLong(
-                f"prompt has {length} tokens; the limit is {room} "
+                f"prompt has {length} tokens; the limit is {limit} "
                 f"({self.cache_tokens} cache tokens less {request.max_tokens} for the response)"
             )
         stops = None
@@ -168,19 +189,19 @@ class Engine:
                 raise ValueError("stop_strings need an engine with a tokenizer")
             stops = StopStrings(request.stop_strings, self._tokenizer)
         if not 0 <= request.top_logps <= min(TOP_LOGPS, self._embedded):
-            raise ValueError(f"top_logps is {request.top_logps}, the most is {TOP_LOGPS}")
+            raise ValueError(f"top_logps must be from 0 to {TOP_LOGPS}, got {request.top_logps}")
         low, top = min(request.prompt_ids), max(request.prompt_ids)
         if low < 0 or top >= self._embedded:
             wrong = low if low < 0 else top
             raise ValueError(f"prompt id {wrong} is not among the {self._embedded} embedded ids")
         if request.temperature and not LEAST_TEMPERATURE <= request.temperature < math.inf:
             raise ValueError(
-                f"temperature is {request.temperature:g}, want 0 or a number from "
-                f"{LEAST_TEMPERATURE:g} on"
+                f"temperature must be 0 or at least {LEAST_TEMPERATURE:g}, got "
+                f"{request.temperature:g}"
             )
         if not (0 <= request.top_p <= 1 and request.top_k >= 0):
             raise ValueError(
-                f"want top_p from 0 to 1 and top_k from 0 on, got {request.top_p} and "
+                f"top_p must be from 0 to 1 and top_k at least 0, got {request.top_p} and "
                 f"{request.top_k}"
             )
         uid = self._uids
@@ -190,26 +211,32 @@ class Engine:
 
     @property
     def idle(self) -> bool:
+        """Whether no request waits or runs."""
         return not self._waiting and not any(replica.load for replica in self._replicas)
 
     @property
     def queued(self) -> set[int]:
-        """Requests that had no slot yet, by uid."""
+        """The uids of requests that have had no slot yet."""
         return set(self._waiting).union(*({r.uid for r in p.ready} for p in self._replicas))
 
     def cancel(self, uid: int) -> None:
-        """Drops a request, waiting or running; its slot and its pages are free at once."""
+        """Drops a request, waiting or running; its slot and its pages are free for the next step.
+        A uid that is not there is ignored."""
         self._waiting.pop(uid, None)
         for replica in self._replicas:
             replica.cancel(uid)
 
     def compile_count(self) -> int:
-        """Programs compiled so far: constant after warm-up."""
+        """How many programs are compiled so far: constant after warm-up."""
         programs = (self._prefill, self._decode, self._prepare, self._new_state)
         return sum(p._cache_size() for p in programs)
 
     def step(self) -> list[tuple[int, Completion]]:
-        """Admits, decodes one burst and returns (uid, completion) of what finished."""
+        """Admits requests and decodes one burst.
+
+        Returns:
+            (uid, completion) of every request that finished.
+        """
         self._prepare_requests([len(replica.free_slots) for replica in self._replicas])
         admitted = [replica.admit() for replica in self._replicas]
         running = [r for replica in self._replicas for r in replica.running.values()]
@@ -241,7 +268,11 @@ class Engine:
         return finished
 
     def run(self, requests: Sequence[Request]) -> list[Completion]:
-        """Submits all, steps until all are done, and returns the completions in their order."""
+        """Submits all, steps until all are done, and returns the completions in their order.
+
+        Raises:
+            ValueError: As ``submit``.
+        """
         order = {self.submit(r): i for i, r in enumerate(requests)}
         results: dict[int, Completion] = {}
         while not self.idle:
@@ -250,8 +281,8 @@ class Engine:
         return [results[i] for i in range(len(requests))]
 
     def _prepare_requests(self, counts: Sequence[int]) -> None:
-        """Gets up to ``counts`` requests of each replica ready: takes their pages and queues their
-        prefill."""
+        """Gets up to ``counts`` requests of each replica ready: allocates their pages and
+        dispatches their prefill."""
         new: list[list[Node]] = [[] for _ in self._replicas]
         while self._waiting:
             waiting = next(iter(self._waiting.values()))
@@ -270,24 +301,24 @@ class Engine:
             self.stats["prefill_padded_tokens"] += size * self._shapes.page * len(part)
 
     def _place(self, waiting: Running, counts: Sequence[int]) -> int | None:
-        """The replica for a request: of those that have room and are not much busier than the least
-        busy one, where most of its prompt is stored. None: it must wait."""
-        room = [
+        """The replica for a request: of those that have pages for it and are not much busier than
+        the least busy one, where most of its prompt is stored. None: it must wait."""
+        fitting = [
             at
             for at, replica in enumerate(self._replicas)
             if len(replica.ready) < counts[at] and replica.fits(waiting)
         ]
-        if not room:
+        if not fitting:
             return None
-        loads = {at: self._replicas[at].load for at in room}
+        loads = {at: self._replicas[at].load for at in fitting}
         most = min(loads.values()) + self._shapes.slots // 4
         return min(
-            (at for at in room if loads[at] <= most),
+            (at for at in fitting if loads[at] <= most),
             key=lambda at: (-self._replicas[at].stored_pages(waiting), loads[at]),
         )
 
     def _extend(self, running: Running, burst: Any, row: int) -> Completion | None:
-        """Adds what a row of the burst drew to its request; returns it if it is done."""
+        """Adds what a row of the burst drew to its request; the completion if it is done."""
         n, request = int(burst.counts[row]), running.request
         running.ids += burst.tokens[row, :n].tolist()
         running.logps += burst.logps[row, :n].tolist()

@@ -44,10 +44,15 @@ class Weights(NamedTuple):
 def engine_mesh(
     devices: Sequence[jax.Device] | None = None, *, replicas: int = 1, tensor: int = 1
 ) -> Mesh:
-    """A (replica, tensor) mesh over ``devices`` (None: the first of this process's).
+    """A (replica, tensor) mesh.
 
-    ``replicas`` may be -1: as many as there are devices for. Raises ValueError where the sizes do
-    not make the devices, or these belong to several processes.
+    Args:
+        devices: Of one process (None: the first of this one's).
+        replicas: How many engines; -1: as many as there are devices for.
+        tensor: Devices of each (tensor parallelism).
+
+    Raises:
+        ValueError: Where the sizes do not make the devices, or these belong to several processes.
     """
     devices = list(jax.local_devices()[:1] if devices is None else devices)
     if len({device.process_index for device in devices}) > 1:
@@ -64,7 +69,11 @@ def engine_mesh(
 
 
 def check_tensor(config: ModelConfig, tensor: int) -> None:
-    """Raises ValueError where a model's heads or inner width cannot be split ``tensor`` ways."""
+    """Checks that a model's heads and inner width can be split over ``tensor`` devices.
+
+    Raises:
+        ValueError: Names the nearest number that divides both.
+    """
     both = math.gcd(config.num_heads, config.intermediate_size)
     if both % tensor:
         fits = [n for n in range(1, both + 1) if both % n == 0]
@@ -75,17 +84,26 @@ def check_tensor(config: ModelConfig, tensor: int) -> None:
         )
 
 
-def fewest_devices(config: ModelConfig, devices: int, size: int, room: float) -> int:
-    """The fewest of ``devices`` that hold ``size`` bytes of weights with at most ``room`` bytes on
-    each, or the most that can share the model; a divisor of ``devices``."""
+def fewest_devices(config: ModelConfig, devices: int, size: int, limit: float) -> int:
+    """The fewest devices that hold a model's weights; a divisor of ``devices``.
+
+    Args:
+        config: The model's.
+        devices: How many there are.
+        size: Bytes of the weights.
+        limit: Bytes of them that each device can take.
+
+    Returns:
+        That number, or the most that can share the model where even they have too little memory.
+    """
     most = math.gcd(math.gcd(config.num_heads, config.intermediate_size), devices)
     sizes = [n for n in range(1, most + 1) if most % n == 0]
-    return next((n for n in sizes if size / n <= room), most)
+    return next((n for n in sizes if size / n <= limit), most)
 
 
 def key_head_copies(config: ModelConfig, tensor: int) -> int:
-    """How often every key head is stored over ``tensor`` devices: least often so that they share
-    the copies evenly. ``tensor`` divides the query heads."""
+    """How many copies of every key head ``tensor`` devices hold: the fewest that they share evenly.
+    ``tensor`` divides the query heads."""
     group = config.num_heads // config.num_kv_heads
     return next(
         n for n in range(1, group + 1) if group % n == 0 and n * config.num_kv_heads % tensor == 0
@@ -95,8 +113,16 @@ def key_head_copies(config: ModelConfig, tensor: int) -> int:
 def prepare_weights(
     config: ModelConfig, graphdef: Any, params: dict, dtype: Any, tensor: int = 1
 ) -> Weights:
-    """Unstacks the layers in the engine's dtype, copies key heads, and fills the vocabulary up to
-    equal shares of whole blocks."""
+    """The weights in the engine's layout: layers unstacked, key heads copied, the vocabulary padded
+    to equal shares of whole blocks.
+
+    Args:
+        config: The model's.
+        graphdef: The model without its parameters.
+        params: Its parameters, layers stacked.
+        dtype: Of the weights that are made.
+        tensor: Devices that share them.
+    """
     params = jax.tree.map(lambda a: a.astype(dtype), params)
     copies = key_head_copies(config, tensor)
     if copies > 1:

@@ -1,9 +1,8 @@
-"""The pages of the cache: who holds them, which prompts they store, what is evicted when they run
-out.
+"""The pages of the KV cache: who holds them, which prompts they store, and which are evicted.
 
-Prompts are stored as a tree of pages. A node's key is its parent and the ids of its own page, so
-requests whose prompts begin alike hold the same pages, and a page is computed once. Pages that
-nobody holds stay until their room is needed; those unused for longest go first.
+Prefix sharing: prompts are stored as a tree of pages. A node's key is its parent and the ids of its
+own page, so requests with a common prefix hold the same pages, and a page is computed once. Pages
+that nobody holds stay until they are needed; the least recently used go first.
 """
 
 from __future__ import annotations
@@ -27,11 +26,13 @@ class Node:
 
 
 class PageStore:
-    """``count`` pages of ``size`` tokens, page 0 left out.
+    """A page is free, taken (for a request's own tokens) or stored (for a prompt).
 
-    A page is free, taken (for a request's own tokens) or stored. At most ``kept`` pages are kept
-    for prompts that nobody holds (None: as many as there is room for). Without ``sharing`` every
-    request has its prompt to itself.
+    Args:
+        count: Pages, of which page UNUSED is left out.
+        size: Tokens of a page.
+        kept: The most pages that store prompts which nobody holds (None: all that are free).
+        sharing: Without, every request has the pages of its prompt to itself.
     """
 
     def __init__(self, count: int, size: int, kept: int | None = None, sharing: bool = True):
@@ -40,8 +41,8 @@ class PageStore:
         self._kept = count if kept is None else kept
         self._free = list(range(count - 1, UNUSED, -1))
         self._roots: dict[tuple[int, ...], Node] = {}
-        # Stored pages that nobody holds, by page, longest unused first. A request holds the whole
-        # path to its last page, so a node becomes idle and is evicted after its children.
+        # Stored pages that nobody holds, by page, least recently used first. A request holds the
+        # whole path to its last page, so a node becomes idle and is evicted after its children.
         self._idle: OrderedDict[int, Node] = OrderedDict()
 
     @property
@@ -55,7 +56,7 @@ class PageStore:
         return len(self._idle)
 
     def lookup(self, ids: Sequence[int]) -> list[Node]:
-        """The stored pages of the longest stored beginning of a prompt, in order."""
+        """The stored pages of the longest stored prefix of a prompt, in order."""
         found: list[Node] = []
         children = self._roots
         for key in self._split(ids):
@@ -72,8 +73,11 @@ class PageStore:
         return new + own + sum(node.holders == 0 for node in stored) <= self.available
 
     def hold(self, ids: Sequence[int]) -> tuple[list[Node], int]:
-        """Holds the pages of a whole prompt: (its nodes in order, how many of the first were
-        stored). The caller has seen that it fits, and fills the new ones."""
+        """Holds the pages of a whole prompt, which ``fits``.
+
+        Returns:
+            Its nodes in order, and how many of the first were stored; the caller fills the others.
+        """
         nodes = self.lookup(ids)
         stored = len(nodes)
         for node in nodes:
@@ -105,6 +109,7 @@ class PageStore:
         return [self._free.pop() for _ in range(count)]
 
     def give_back(self, pages: Sequence[int]) -> None:
+        """Frees pages that were taken."""
         self._free.extend(pages)
 
     def clear(self) -> None:

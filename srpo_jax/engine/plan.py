@@ -1,4 +1,4 @@
-"""Plain arrays for the device programs, built by the host from what runs."""
+"""The arguments of the device programs as plain arrays, built on the host from what runs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ ITEMS = 32  # of a chunk
 
 @dataclass(frozen=True)
 class Shapes:
-    """The fixed sizes of an engine's programs; one request has at most ``cache_tokens`` tokens.
+    """The fixed sizes of an engine's programs.
 
-    ``lanes`` rows read a shared page together.
+    Attributes:
+        slots: Requests decoded at once on a replica, the rows of a decode step.
+        page: Tokens of a page.
+        lanes: Rows that read a shared page together.
+        cache_tokens: The most tokens of a request.
     """
 
     slots: int
@@ -38,10 +42,12 @@ class Shapes:
 
     @property
     def items(self) -> int:
+        """Work items (a page and up to ``lanes`` rows that read it) of a chunk."""
         return min(ITEMS, _up(self.slots, 8))
 
     @property
     def chunks(self) -> int:
+        """The most chunks of a decode step."""
         return -(-self.slots * self.row_pages // self.items) + 1  # own items fill whole ones
 
 
@@ -50,6 +56,7 @@ def _up(n: int, multiple: int) -> int:
 
 
 def pages_of(tokens: int, page: int) -> int:
+    """Pages of ``page`` tokens that hold so many."""
     return -(-tokens // page)
 
 
@@ -62,9 +69,13 @@ class RowPages:
 
 
 def decode_work(rows: Mapping[int, RowPages], shapes: Shapes) -> Work:
-    """The items of a burst: a page that several rows read makes one for every ``lanes`` of them.
+    """The work items of a burst: a page that several rows read makes one for every ``lanes`` of
+    them.
 
-    A row's own pages come in order, and so do those of its prompt.
+    Args:
+        rows: What each running slot attends to. A row's own pages come in order, and so do those
+            of its prompt.
+        shapes: The sizes of the arrays.
     """
     slots = np.fromiter(rows, np.int32, len(rows))
     prompts = np.array([len(row.prompt) for row in rows.values()], np.int32)
@@ -124,7 +135,7 @@ def _counts(lengths: np.ndarray) -> np.ndarray:
 
 
 def plan_prefill(nodes: Sequence[Node], count: int, shapes: Shapes) -> Prefill:
-    """``nodes`` as the arguments of a prefill of ``count`` pages."""
+    """``nodes`` as the arguments of a prefill of ``count`` pages, the rest of them unused."""
     tokens = np.zeros((count, shapes.page), np.int32)
     page = np.full(count, UNUSED, np.int32)
     context = np.full((count, shapes.row_pages), UNUSED, np.int32)

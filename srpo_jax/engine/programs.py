@@ -1,4 +1,4 @@
-"""The engine's device programs: fill pages of prompts, decode all slots for a burst of steps.
+"""The engine's device programs: prefill pages of prompts, decode all slots for a burst of steps.
 
 Axes of one replica: B slots, S pages of one prefill, P tokens of a page, J pages of a row, V
 vocabulary. Every array outside the programs holds all replicas, one after the other, along its
@@ -48,11 +48,11 @@ class EngineState(NamedTuple):
 
     cache: tuple[Pages, ...]  # of each layer
     slots: Slots
-    room: Any  # of CacheAttention
+    workspace: Any  # of CacheAttention: partial results that a decode step overwrites
 
 
 class Plan(NamedTuple):
-    """What the host decides for one burst."""
+    """What the host decides for one burst (decode steps of one dispatch)."""
 
     alive: HostOrDevice  # [B] bool: slots whose request still runs, as far as the host knows
     admit: HostOrDevice  # [B] bool: slots that get a new request
@@ -63,8 +63,8 @@ class Plan(NamedTuple):
 
 
 class Burst(NamedTuple):
-    """What a burst drew, [B, steps], and how many of them count per slot [B]; the best ids and
-    their log-probs [B, steps, TOP_LOGPS], or None."""
+    """What a burst drew, [B, steps], and how many of these count in each slot [B]; the best ids
+    and their log-probs [B, steps, TOP_LOGPS], or None."""
 
     tokens: jax.Array
     logps: jax.Array
@@ -109,17 +109,28 @@ def new_state(
     work: Work,
     dtype: Any,
 ) -> EngineState:
-    """``replicas`` empty caches of ``pages`` pages, copies of key heads among ``key_heads``, and no
-    active slot of ``slots`` each, for work of the shape of ``work`` (of one replica)."""
+    """Empty caches and slots for all replicas.
+
+    Args:
+        config: The model's.
+        attention: Of the devices.
+        replicas: How many.
+        key_heads: Of the cache, copies among them.
+        slots: Of one replica.
+        pages: Of one replica.
+        page: Tokens of a page.
+        work: Of one replica; only its shapes are read.
+        dtype: Of the cache.
+    """
     width = config.head_dim
-    room = attention.room(work, key_heads, config.num_heads // key_heads, width)
+    workspace = attention.room(work, key_heads, config.num_heads // key_heads, width)
     return EngineState(
         cache=tuple(
             new_pages(replicas * pages, page, key_heads, width, dtype)
             for _ in range(config.num_layers)
         ),
         slots=empty_slots(replicas * slots),
-        room=jax.tree.map(lambda x: jnp.concatenate([x] * replicas), room),
+        workspace=jax.tree.map(lambda x: jnp.concatenate([x] * replicas), workspace),
     )
 
 
@@ -128,7 +139,7 @@ def state_specs(state: EngineState) -> EngineState:
     return EngineState(
         jax.tree.map(lambda _: P(REPLICA, TENSOR), state.cache),
         jax.tree.map(lambda _: P(REPLICA), state.slots),
-        jax.tree.map(lambda _: P(REPLICA, None, TENSOR), state.room),
+        jax.tree.map(lambda _: P(REPLICA, None, TENSOR), state.workspace),
     )
 
 
@@ -151,8 +162,18 @@ def prefill(
     attention: CacheAttention,
     axis: str | None,
 ) -> EngineState:
-    """Computes the keys and values of whole pages of prompts. Draws nothing: a prompt's last token
-    is fed by the first decode step."""
+    """Computes the keys and values of whole pages of prompts.
+
+    Draws nothing: a prompt's last token is fed by the first decode step.
+
+    Args:
+        weights: In the engine's layout.
+        state: Whose cache is filled.
+        pages: Which pages.
+        config: The model's.
+        attention: Of the devices.
+        axis: The mapped axis that heads and vocabulary are split over (None: not split).
+    """
     S, size = pages.tokens.shape
     positions = jnp.maximum(pages.depth - 1, 0)[:, None] * size + jnp.arange(size)
     x = embed(weights, pages.tokens.reshape(-1), axis)
@@ -186,6 +207,18 @@ def decode(
     """Admits the plan's requests and draws up to ``steps`` tokens for every active slot.
 
     Ends early when none is active or ``plan.enough`` requests have ended.
+
+    Args:
+        weights: In the engine's layout.
+        state: The cache and the slots as they were.
+        plan: Of this burst.
+        steps: The most decode steps.
+        config: The model's.
+        attention: Of the devices.
+        axis: The mapped axis that heads and vocabulary are split over (None: not split).
+        vocab_size: Higher ids are never drawn.
+        stop_ids: Ids that end a response.
+        top: Whether the best ids of every step are returned too.
     """
     slots = jax.tree.map(
         lambda new, old: jnp.where(plan.admit.reshape(-1, *[1] * (old.ndim - 1)), new, old),
@@ -206,7 +239,7 @@ def decode(
 
     def step(carry):
         n, state, burst = carry
-        slots, room = state.slots, state.room
+        slots, workspace = state.slots, state.workspace
         active = slots.active
         cuts = active & ~greedy  # a slot that is free keeps the settings of its last request
         x = embed(weights, slots.last, axis)
@@ -216,13 +249,13 @@ def decode(
         caches = []
         for layer, cache in zip(weights.layers, state.cache, strict=True):
 
-            def attend(q, k, v, cache=cache, room=room):
+            def attend(q, k, v, cache=cache, workspace=workspace):
                 out, *changed = attention.decode(
-                    q, k, v, cache, plan.work, slots.drawn + 1, page, room
+                    q, k, v, cache, plan.work, slots.drawn + 1, page, workspace
                 )
                 return out, changed
 
-            x, (cache, room) = layer(x, rope, attend, axis)
+            x, (cache, workspace) = layer(x, rope, attend, axis)
             caches.append(cache)
         logits = token_logits(weights.norm(x), weights.head, temperature, vocab_size, axis)
         uniforms = row_uniforms(sampling.keys, slots.drawn)
@@ -252,7 +285,7 @@ def decode(
             drawn=drawn,
             active=active & ~stop & (drawn < slots.limit),
         )
-        return n + 1, EngineState(tuple(caches), slots, room), burst
+        return n + 1, EngineState(tuple(caches), slots, workspace), burst
 
     n_top = min(TOP_LOGPS, weights.head.shape[0])
     empty = Burst(
@@ -277,8 +310,11 @@ def compiled_programs(
     stop_ids: tuple[int, ...],
     steps: int,
 ) -> tuple[Any, Any]:
-    """(prefill, decode) jitted over the mesh, the state donated; ``top`` stays an argument. Of
-    ``weights`` and ``state`` only the structure is read."""
+    """(prefill, decode), jitted over the mesh.
+
+    The state is donated; ``top`` stays an argument of ``decode``. Of ``weights`` and ``state`` only
+    the structure is read; the other arguments are those of the two programs.
+    """
     axis = TENSOR if mesh.shape[TENSOR] > 1 else None
     where, each = state_specs(state), P(REPLICA)
     common: dict[str, Any] = {"config": config, "attention": attention, "axis": axis}

@@ -1,5 +1,5 @@
-"""One replica's bookkeeping on the host: which requests hold its slots and pages, what it does in
-the next burst."""
+"""One replica's bookkeeping on the host: which requests hold its slots and pages, and what its next
+burst decodes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ class Running:
 class Replica:
     """Slots, pages and stored prompts of one replica.
 
-    ``ready`` requests hold their pages and wait for a slot; ``running`` is by slot.
+    Attributes:
+        shapes: The sizes of the programs.
+        store: The pages.
+        ready: Requests that hold their pages and wait for a slot.
+        running: Requests by slot.
     """
 
     def __init__(self, shapes: Shapes, store: PageStore, burst: int):
@@ -47,10 +51,12 @@ class Replica:
 
     @property
     def load(self) -> int:
+        """Requests that hold pages here."""
         return len(self.ready) + len(self.running)
 
     @property
     def free_slots(self) -> list[int]:
+        """In ascending order."""
         return [slot for slot in range(self.shapes.slots) if slot not in self.running]
 
     def fits(self, waiting: Running) -> bool:
@@ -75,6 +81,7 @@ class Replica:
         running.nodes, running.own = [], []
 
     def cancel(self, uid: int) -> None:
+        """Drops a request, if it is here."""
         for ready in [r for r in self.ready if r.uid == uid]:
             self.ready.remove(ready)
             self.release(ready)
@@ -90,7 +97,12 @@ class Replica:
         return admitted
 
     def plan(self, admitted: dict[int, Running], enough: int) -> Plan:
-        """The next burst; it ends early when ``enough`` requests have ended."""
+        """The next burst.
+
+        Args:
+            admitted: The requests that are new in it, by slot.
+            enough: It ends early when so many requests have ended.
+        """
         shapes = self.shapes
         plan, rows = empty_plan(shapes), {}
         for slot, running in self.running.items():

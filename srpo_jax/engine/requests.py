@@ -15,9 +15,14 @@ class PromptTooLong(ValueError):
 
 
 def request_key(*ids: int) -> tuple[int, int]:
-    """Key data of a request from the integers that identify it, equal on every process.
+    """Key data of a request, equal on every process.
 
-    The ids are (run seed, 0 train or 1 evaluation, step, task slot, rollout, call, member).
+    Args:
+        ids: What identifies it: (run seed, 0 train or 1 evaluation, step, task slot, rollout, call,
+            member).
+
+    Returns:
+        Two 32-bit numbers: the first 8 bytes of the blake2b digest of the ids as int64.
     """
     digest = hashlib.blake2b(np.asarray(ids, "<i8").tobytes(), digest_size=8).digest()
     a, b = np.frombuffer(digest, "<u4")
@@ -26,11 +31,18 @@ def request_key(*ids: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Request:
-    """One generation. Temperature 0 is greedy; top_p and top_k are for evaluation only.
+    """One generation.
 
-    ``stop_strings`` end the response with the token that completes one of them; one that contains
-    the text of a special token is looked for in the text with special tokens. With ``top_logps``
-    (at most TOP_LOGPS) the completion also holds that many best ids of every step.
+    Attributes:
+        prompt_ids: Token ids, at least one.
+        key: Key data (``request_key``): it alone decides the draws.
+        max_tokens: Of the response.
+        temperature: 0 is greedy, else at least LEAST_TEMPERATURE.
+        top_p: Probability mass that is sampled from, for evaluation only; 1 keeps all.
+        top_k: Ids that are sampled from, for evaluation only; 0 keeps all.
+        stop_strings: They end the response with the token that completes one of them. One that
+            contains the text of a special token is looked for in the text with special tokens.
+        top_logps: How many best ids of every step the completion also holds, at most TOP_LOGPS.
     """
 
     prompt_ids: Sequence[int]
@@ -49,11 +61,16 @@ TOP_LOGPS = 20  # the most that a request can ask for: one program serves every 
 
 @dataclass
 class Completion:
-    """The sampled ids (stop id included), their log-probs under the learner's distribution,
-    "stop" or "length", and the version of the weights that sampled them.
+    """What a request gave.
 
-    ``top_ids`` and ``top_logps`` [tokens, n] hold the n best ids of each step, best first, where
-    the request asked for them.
+    Attributes:
+        ids: The sampled ids, stop id included.
+        logps: float32 [T], their log-probs under the distribution that the learner scores (top_p
+            and top_k left out).
+        stop_reason: "stop" (a stop id or string) or "length".
+        version: Of the weights that sampled them.
+        top_ids: [T, n] the n best ids of each step, best first, where the request asked for them.
+        top_logps: [T, n] their log-probs.
     """
 
     ids: list[int]

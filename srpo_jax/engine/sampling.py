@@ -21,9 +21,14 @@ MASKED_LOGIT = -1e30
 
 
 def row_uniforms(keys_B2: jax.Array, counts_B: jax.Array) -> jax.Array:
-    """One uniform in [0, 1) for each row from its request's key and how many tokens it has drawn.
+    """One uniform random number of each row.
 
-    keys [B, 2] uint32 (threefry key data), counts [B] int32 -> [B] float32.
+    Args:
+        keys_B2: uint32, threefry key data of the requests.
+        counts_B: int32, tokens that each has drawn.
+
+    Returns:
+        float32 [B] in [0, 1).
     """
     chex.assert_shape(keys_B2, (None, 2))
 
@@ -40,7 +45,18 @@ def token_logits(
     vocab_size: int,
     axis: str | None = None,
 ) -> jax.Array:
-    """Logits [V, B] / temperature in at least float32, ids >= ``vocab_size`` masked."""
+    """The logits of the next token, divided by the temperature.
+
+    Args:
+        hidden_BD: After the last norm.
+        head_VD: The output projection, transposed; a device's share of it under ``axis``.
+        temperature_B: Positive.
+        vocab_size: Ids from here on are masked.
+        axis: The mapped axis over which the vocabulary is split.
+
+    Returns:
+        [V, B] in at least float32.
+    """
     dtype = jnp.promote_types(hidden_BD.dtype, jnp.float32)
     logits = jax.lax.dot_general(
         head_VD, hidden_BD, (((1,), (1,)), ((), ())), preferred_element_type=dtype
@@ -66,11 +82,17 @@ def _together(x: jax.Array, axis: str | None, dimension: int) -> jax.Array:
 def inverse_cdf(
     blocks_NCB: jax.Array, masses_NB: jax.Array, uniforms_B: jax.Array, axis: str | None = None
 ) -> jax.Array:
-    """Ids [B] int32 drawn from unnormalised probabilities [N, C, B] (N blocks of C ids) by
-    inverting their sums; ``masses`` are those of the blocks.
+    """Draws by inverting the cumulative sums: first the block, then the id in it. That takes two
+    short scans, not V random numbers. An id of probability 0 is never drawn.
 
-    First the block, then the id in it: two short scans, not V random numbers. An id of probability
-    0 is never drawn.
+    Args:
+        blocks_NCB: Unnormalised probabilities of N blocks of C ids.
+        masses_NB: Their sums over each block.
+        uniforms_B: In [0, 1).
+        axis: The mapped axis over which the vocabulary is split.
+
+    Returns:
+        Ids [B] int32.
     """
     masses = _together(masses_NB.T, axis, 1)
     block_ends = jnp.cumsum(masses, axis=-1)
@@ -95,7 +117,7 @@ def _block_of(blocks_NCB: jax.Array, block_B: jax.Array, axis: str | None) -> ja
 
 
 def _first_past(target_B1: jax.Array, ends_BN: jax.Array, masses_BN: jax.Array) -> jax.Array:
-    """The first index of positive mass whose running sum exceeds the target.
+    """The first index of positive mass whose cumulative sum exceeds the target.
 
     A parallel scan rounds neighbouring sums differently, so the sums may grow where the mass is 0,
     and the target may reach the very end: the last positive index then.
@@ -113,14 +135,22 @@ def least_kept(
     top_k_B: jax.Array,
     axis: str | None = None,
 ) -> jax.Array:
-    """The least weight of each row that top-p and top-k keep, [B]; 0 where they keep all (top_p 1
-    and top_k 0).
+    """The least weight of each row that top-p and top-k keep.
 
-    ``weights`` are probabilities over the largest of their row, ``total`` their sums. A token stays
-    while the mass strictly before it, in falling order, is below top_p of the whole, and fewer than
-    top_k tokens are; at least one stays, and all that equal the last one. Found by bisection: a
-    sort of the whole vocabulary takes longer than the rest of a decode step. Costs nothing where no
-    row cuts.
+    A token stays while the mass strictly before it, in descending order, is below top_p of the
+    whole, and fewer than top_k tokens are; at least one stays, and all that equal the last one.
+    Found by bisection: a sort of the whole vocabulary takes longer than the rest of a decode step.
+    Costs nothing where no row cuts.
+
+    Args:
+        weights_NCB: Probabilities divided by the largest of their row.
+        total_B: Their sums.
+        top_p_B: 1 keeps all.
+        top_k_B: 0 keeps all.
+        axis: The mapped axis over which the vocabulary is split.
+
+    Returns:
+        [B]; 0 where all are kept.
     """
 
     def above(values, least_B):
@@ -172,25 +202,33 @@ def draw(
     top_k_B: jax.Array,
     axis: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tokens [B] int32, their log-probs and the log of the partition sums [B], at least float32,
-    from logits [V, B] that are already scaled and masked.
+    """Draws one token of each row.
 
-    The log-prob is that of the whole distribution, also where top-p or top-k (evaluation only) cut
-    what is drawn from.
+    Args:
+        logits_VB: Scaled by the temperature and masked.
+        uniforms_B: In [0, 1).
+        greedy_B: Rows that take the best id.
+        top_p_B: Mass that is drawn from (evaluation only); 1 is all.
+        top_k_B: Ids that are drawn from (evaluation only); 0 is all.
+        axis: The mapped axis over which the vocabulary is split.
+
+    Returns:
+        Tokens [B] int32, their log-probs under the whole distribution (top_p and top_k left out),
+        and the log of its partition sum, both [B] in at least float32.
     """
     chex.assert_rank([logits_VB, uniforms_B, greedy_B, top_p_B, top_k_B], [2, 1, 1, 1, 1])
     V, B = logits_VB.shape
     padded = jnp.pad(logits_VB, ((0, -V % BLOCK), (0, 0)), constant_values=MASKED_LOGIT)
     blocks = padded.reshape(-1, BLOCK, B)
-    tops = _together(blocks.max(1), axis, 0)
-    highest = tops.max(0)
-    weights = jnp.exp(blocks - highest)
+    block_maxima = _together(blocks.max(1), axis, 0)
+    maximum = block_maxima.max(0)
+    weights = jnp.exp(blocks - maximum)
     masses = weights.sum(1)
     total = _devices_sum(masses.sum(0), axis)
-    log_z = highest + jnp.log(total)
+    log_z = maximum + jnp.log(total)
 
     def cut():
-        weights = jnp.exp(blocks - highest)  # again: what a branch takes is written to memory
+        weights = jnp.exp(blocks - maximum)  # again: what a branch takes is written to memory
         least = least_kept(weights, total, top_p_B, top_k_B, axis)
         # As a logit: those compare alike everywhere, two compilations of exp may differ in a bit.
         lowest = jnp.where(weights >= least, blocks, jnp.inf).min((0, 1))
@@ -202,7 +240,7 @@ def draw(
     cuts = ((top_p_B < 1) | (top_k_B > 0)).any()
     lowest, masses = jax.lax.cond(cuts, cut, lambda: (jnp.full_like(total, -jnp.inf), masses))
     sampled = inverse_cdf(jnp.where(blocks >= lowest, weights, 0), masses, uniforms_B, axis)
-    best_block = jnp.argmax(tops, axis=0)
+    best_block = jnp.argmax(block_maxima, axis=0)
     best = best_block * BLOCK + jnp.argmax(_block_of(blocks, best_block, axis), axis=-1)
     tokens = jnp.where(greedy_B, best.astype(jnp.int32), sampled)
     logits = jnp.take_along_axis(

@@ -13,13 +13,11 @@ _HELD = 32  # tokens in a row that may end within a character; more are no text
 
 
 class TextDecoder(Protocol):
-    """What stop strings need of models.tokenizer.ChatTokenizer.
-
-    special_tokens  texts of the tokens that ``decode`` leaves out unless ``special``
-    """
+    """What stop strings need of models.tokenizer.ChatTokenizer."""
 
     @property
-    def special_tokens(self) -> Collection[str]: ...
+    def special_tokens(self) -> Collection[str]:
+        """Texts of the tokens that ``decode`` leaves out unless ``special``."""
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str: ...
 
@@ -32,7 +30,14 @@ def names_special(string: str, special_tokens: Collection[str]) -> bool:
 def text_before(
     ids: Sequence[int], strings: Sequence[str], tokenizer: TextDecoder, *, special: bool = False
 ) -> str:
-    """A response's text, with special tokens if ``special``, up to its first stop string."""
+    """A response's text up to its first stop string.
+
+    Args:
+        ids: The response.
+        strings: Stop strings.
+        tokenizer: Of the ids.
+        special: Whether the text shows special tokens.
+    """
     text = tokenizer.decode(ids, special=special)
     end = len(text)
     for string in strings:
@@ -51,10 +56,14 @@ def text_before(
 
 
 class StopStrings:
-    """The stop strings of one request.
+    """The search for one request's stop strings, as its response grows.
 
     A string that contains the text of a special token is looked for in the text with special
     tokens, any other in the text without.
+
+    Args:
+        strings: The stop strings, at least one.
+        tokenizer: Of the response.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: TextDecoder):
@@ -67,7 +76,8 @@ class StopStrings:
     def end(self, ids: Sequence[int]) -> int | None:
         """The number of tokens that complete the earliest stop string, or None.
 
-        ``ids`` is the response so far: that of the call before and what came since.
+        Args:
+            ids: The response so far: that of the previous call and what came since.
         """
         ends = [search.end(ids) for search in self._searches]
         return min((end for end in ends if end is not None), default=None)

@@ -23,7 +23,13 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Fitted:
-    """Token ids of a prompt and how many of its texts were cut, to their own limit or to fit."""
+    """A prompt within its budget.
+
+    Attributes:
+        ids: Its tokens.
+        text: The user turn, as it was cut.
+        cuts: How many of its texts were cut, to their own limit or to fit.
+    """
 
     ids: tuple[int, ...]
     text: str
@@ -33,12 +39,20 @@ class Fitted:
 def fit_prompt(
     tokenizer: Tokenizer, prompt: Prompt, budget: int, *, thinking: bool = False
 ) -> Fitted:
-    """Renders a prompt within ``budget`` tokens.
+    """Renders a prompt within its budget.
 
     Every cuttable text first keeps at most its own limit. If the whole is still too long, all of
     them get an equal share of what the fixed part leaves (what short ones do not use goes to the
-    others). A cut of either kind is counted, and marked where the mark has room. Raises
-    EpisodeFailed("prompt_budget") when the fixed part alone does not fit.
+    others). A cut of either kind is counted, and marked where the mark fits.
+
+    Args:
+        tokenizer: Of the model.
+        prompt: With its texts uncut.
+        budget: Tokens, those of the chat template among them.
+        thinking: For chat templates that know it.
+
+    Raises:
+        EpisodeFailed: ("prompt_budget") where the fixed part alone does not fit.
     """
 
     def render(texts: list[str]) -> tuple[str, list[int]]:
@@ -65,10 +79,10 @@ def fit_prompt(
             f"the fixed part of the prompt has {fixed} tokens, the limit is {budget}",
         )
     lengths = [tokenizer.count_text(text) for text in texts]
-    room = budget - fixed
+    left = budget - fixed
     while True:
-        # Tokens may merge differently at the seams, so the room shrinks until the whole fits.
-        share = equal_share(lengths, room)
+        # Tokens may merge differently at the seams, so what is left shrinks until the whole fits.
+        share = equal_share(lengths, left)
         shorter = [
             text if length <= share else _shorten(tokenizer, part, share)
             for part, text, length in zip(cuttable, texts, lengths, strict=True)
@@ -76,29 +90,29 @@ def fit_prompt(
         user, ids = render(shorter)
         if len(ids) <= budget:
             return fitted(shorter)
-        room -= len(ids) - budget
+        left -= len(ids) - budget
 
 
-def equal_share(lengths: list[int], room: int) -> int:
-    """The largest share such that texts cut to it fit ``room`` together: what short texts leave is
-    shared by the others."""
+def equal_share(lengths: list[int], budget: int) -> int:
+    """The largest share such that texts cut to it fit ``budget`` together: what short texts leave
+    is shared by the others."""
     share = 0
     for i, length in enumerate(ordered := sorted(lengths)):
-        share = max(room, 0) // (len(ordered) - i)
+        share = max(budget, 0) // (len(ordered) - i)
         if length > share:
             return share
-        room -= length
+        budget -= length
     return share
 
 
 def _shorten(tokenizer: Tokenizer, part: Cut, limit: int) -> str:
-    """The kept end of a text within ``limit`` tokens; the cut is marked where the mark has room."""
+    """The kept end of a text within ``limit`` tokens; the cut is marked where the mark fits."""
     if limit <= 0:
         return ""
     if tokenizer.count_text(part.text) <= limit:
         return part.text
-    for room in range(limit - tokenizer.count_text(MARK), 0, -1):
-        kept = tokenizer.cut_text(part.text, room, part.keep)
+    for length in range(limit - tokenizer.count_text(MARK), 0, -1):
+        kept = tokenizer.cut_text(part.text, length, part.keep)
         marked = MARK + kept if part.keep == "last" else kept + " " + MARK.strip()
         if tokenizer.count_text(marked) <= limit:  # tokens may merge differently at the seam
             return marked

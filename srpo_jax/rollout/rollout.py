@@ -49,8 +49,20 @@ UNDECIDED = "undecided"  # why an episode whose grade could not be decided is dr
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How a run's calls are sampled; tokens are per call, seconds per episode and per tool call,
-    each from the start of its service. ``queue_seconds`` bounds one wait for a slot or a thread."""
+    """How a run's calls are sampled.
+
+    Attributes:
+        prompt_tokens: The most tokens of a prompt.
+        response_tokens: The most tokens of a response.
+        temperature: 0 is greedy.
+        top_p: Mass that is sampled from, for evaluation only.
+        top_k: Ids that are sampled from, for evaluation only; 0 is all.
+        thinking: For chat templates that know it.
+        stop_strings: They end a response.
+        episode_seconds: The limit of an episode, from the start of its service.
+        tool_seconds: That of a tool call or reward, from the start of its work.
+        queue_seconds: That of one wait for slots or for a thread.
+    """
 
     prompt_tokens: int
     response_tokens: int
@@ -66,7 +78,14 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class EpisodePlan:
-    """Which episode to run; ``key`` starts its request keys: (seed, 0 train or 1 eval, step)."""
+    """Which episode to run.
+
+    Attributes:
+        task: The task.
+        key: What its request keys begin with: (seed, 0 train or 1 evaluation, step).
+        slot: The task's place in the step.
+        rollout: Which of the task's episodes this is.
+    """
 
     task: Task
     key: tuple[int, int, int]
@@ -81,8 +100,17 @@ class EpisodePlan:
 
 @dataclass
 class EpisodeResult:
-    """An episode that ended with a score, or the cause for which it was dropped: a failure, or
-    that its grade is undecided (it has an outcome then)."""
+    """An episode that ended with a score, or the cause for which it was dropped.
+
+    Attributes:
+        plan: What it was to be.
+        team: Its calls, members and tools.
+        episode: Its events; None where it was dropped.
+        outcome: How it ended; None where it failed.
+        failure: The cause, UNDECIDED where the grade could not be decided, None where it has one.
+        detail: One line about it.
+        seconds: From its start to its end.
+    """
 
     plan: EpisodePlan
     team: EngineTeam
@@ -94,6 +122,7 @@ class EpisodeResult:
 
     @property
     def failed(self) -> bool:
+        """Whether it has no outcome."""
         return self.failure not in (None, UNDECIDED)
 
 
@@ -168,9 +197,14 @@ Reward = Callable[[Task, Outcome], Any]
 class Rollout:
     """Runs episodes of one workflow against one engine.
 
-    ``reward``: a recipe's own reward (task, outcome) -> float, bool or Score, blocking or a
-    coroutine; without one, the outcome's own score, then the workflow's ``reward`` method.
-    ``check`` is called again and again while episodes run: what it raises abandons them all.
+    Args:
+        engine: An ``EngineThread`` or a remote engine; it is entered for every ``run``.
+        tokenizer: Of the model.
+        workflow: What an episode does.
+        reward: A recipe's own reward (task, outcome) -> float, bool or Score, blocking or a
+            coroutine. Without one, the outcome's own score counts, then the workflow's ``reward``.
+        concurrency: Episodes at once (None: four for each slot, 256 at least).
+        check: Called every CHECK_SECONDS while episodes run: what it raises abandons them all.
     """
 
     def __init__(
@@ -193,7 +227,20 @@ class Rollout:
         config: SamplingConfig,
         on_done: Callable[[EpisodeResult], None] | None = None,
     ) -> list[EpisodeResult]:
-        """Runs all ``plans``; results come in their order. ``on_done`` sees each as it ends."""
+        """Runs all episodes.
+
+        Args:
+            plans: The episodes.
+            config: How they are sampled.
+            on_done: Sees each result as it comes.
+
+        Returns:
+            The results, in the order of the plans. A failed episode has one too.
+
+        Raises:
+            UserCodeError: For a workflow or reward that does not keep to its form.
+            Exception: What the engine, ``check`` or ``on_done`` raises.
+        """
         return run_anywhere(self._run(plans, config, on_done))
 
     async def _run(self, plans, config, on_done):

@@ -13,7 +13,13 @@ from srpo_jax.rollout.rollout import EpisodeResult, episode_cost
 def episode_transcript(
     result: EpisodeResult, step: int, advantages: Mapping[str, Sequence[float] | np.ndarray]
 ) -> dict[str, Any]:
-    """What ``launch.show`` prints. ``advantages`` maps event ids to their members' advantages."""
+    """What ``launch.show`` prints: a mapping that JSON can hold.
+
+    Args:
+        result: The episode, also one that failed.
+        step: The training step that it belongs to.
+        advantages: The advantages of the members of trained events, by event id.
+    """
     plan, team, episode = result.plan, result.team, result.episode
     events: list[dict[str, Any]] = []
     for call in team.calls:

@@ -62,7 +62,11 @@ def first_leaf(error: Exception) -> Exception:
 
 
 def checked_outcome(value: Any, run: Callable[..., Any]) -> Outcome:
-    """What ``run`` returned. Raises EpisodeFailed("bad_outcome") unless it is an Outcome."""
+    """The value itself, which ``run`` returned.
+
+    Raises:
+        EpisodeFailed: ("bad_outcome") unless it is an Outcome.
+    """
     if not isinstance(value, Outcome):
         raise EpisodeFailed(
             "bad_outcome", f"{defined_at(run)} returned {_short(value)}: an Outcome is due"
@@ -71,10 +75,11 @@ def checked_outcome(value: Any, run: Callable[..., Any]) -> Outcome:
 
 
 def checked_score(value: Any, reward: Callable[..., Any]) -> Score:
-    """What ``reward`` returned as a Score: one, or a verdict (a bool, 0 or 1).
+    """What ``reward`` returned, a Score or a verdict (a bool, 0 or 1), as a Score.
 
-    Raises UserCodeError for another number, because whether that is correct is the reward's to say;
-    EpisodeFailed("bad_reward") for what is no finite number.
+    Raises:
+        UserCodeError: For another number, because whether that is correct is the reward's to say.
+        EpisodeFailed: ("bad_reward") for what is no finite number.
     """
     if isinstance(value, Score):
         return value

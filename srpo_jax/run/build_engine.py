@@ -45,12 +45,16 @@ class MeshError(ValueError):
 class EngineSettings:
     """What sizes an engine.
 
-    slots          requests at once on each replica
-    longest        tokens of one call, prompt and response together
-    dtype          of weights and cache
-    cache_tokens   of a replica's cache (None: ``longest`` in every slot, as far as there is memory)
-    stored_tokens  of it that may keep prompts which no request reads (None: whatever is free)
-    mesh           sizes of its axes (None: as few devices a replica as hold the weights)
+    Attributes:
+        slots: Requests decoded at once on each replica.
+        longest: The most tokens of a request, prompt and response together.
+        dtype: Of weights and cache.
+        burst: Decode steps of one dispatch.
+        cache_tokens: Tokens of a replica's KV cache (None: ``longest`` in every slot, as far as
+            there is memory).
+        stored_tokens: Those of them that may keep prompts which no request reads (None: whatever is
+            free).
+        mesh: Sizes of its axes (None: as few devices a replica as hold the weights).
     """
 
     slots: int
@@ -63,7 +67,7 @@ class EngineSettings:
 
 
 def engine_settings(recipe: Recipe) -> EngineSettings:
-    """A recipe's."""
+    """What a recipe says of its engine."""
     rollout = recipe.rollout
     return EngineSettings(
         slots=rollout.slots, longest=rollout.prompt_tokens + rollout.response_tokens,
@@ -76,7 +80,8 @@ def engine_settings(recipe: Recipe) -> EngineSettings:
 def local_engine(recipe: Recipe, model: Qwen, tokenizer: ChatTokenizer, learner: Mesh) -> Engine:
     """The recipe's engine on the devices of the learner's mesh, beside what is there already.
 
-    Raises RecipeError where the mesh, the cache or the model's shape does not fit.
+    Raises:
+        RecipeError: Where the mesh, the cache or the model's shape does not fit.
     """
     # The frozen reference is the loaded parameters themselves, until an update makes new ones.
     params = split_params(model)[1]
@@ -101,11 +106,21 @@ def build_engine(
     reserved: int = 0,
     version: int = 0,
 ) -> Engine:
-    """An engine on ``devices``, which keep ``reserved`` bytes each beside what they hold now.
+    """The engine of every command: training, evaluation, serving and rehearsal.
 
-    The engine has a copy of the model's weights; the model itself is the caller's to keep or drop.
+    It has a copy of the model's weights; the model itself is the caller's to keep or drop.
 
-    Raises MeshError, or ValueError where the cache or the model's shape does not fit.
+    Args:
+        settings: What sizes it.
+        model: Whose weights it gets.
+        tokenizer: Of the model.
+        devices: Those of its mesh, in one process.
+        reserved: Bytes of each device that others will need beside what they hold now.
+        version: Of the weights.
+
+    Raises:
+        MeshError: Where the mesh does not make the devices or divide the model.
+        ValueError: Where the cache or the model's shape does not fit.
     """
     graphdef, params = split_params(model)
     config = model.config
@@ -133,10 +148,18 @@ def settings_mesh(
     devices: Sequence[jax.Device],
     memory: float | None,
 ) -> Mesh:
-    """The engine's mesh over ``devices``: as the settings say, else with the fewest devices a
-    replica whose ``memory`` (bytes of one; None: a CPU's, enough) has room beside the weights.
+    """The engine's mesh: as the settings say, else with as few devices a replica as leave enough
+    memory beside the weights.
 
-    Raises MeshError where it does not make the devices or divide the model.
+    Args:
+        settings: Of the engine.
+        config: The model's.
+        num_params: Of the model.
+        devices: Those of the mesh.
+        memory: Bytes of one device (None: a CPU's, enough).
+
+    Raises:
+        MeshError: Where it does not make the devices or divide the model.
     """
     axes = {"replicas": -1, "tensor": 1}
     if settings.mesh is not None:
@@ -159,13 +182,13 @@ def engine_shapes(settings: EngineSettings, platform: str) -> Shapes:
 
 
 def token_bytes(config: ModelConfig, tensor: int, itemsize: int) -> int:
-    """What a cached token takes on each of a replica's devices."""
+    """Bytes of one token's keys and values on each of a replica's ``tensor`` devices."""
     heads = config.num_kv_heads * key_head_copies(config, tensor) // tensor
     return 2 * config.num_layers * heads * config.head_dim * itemsize
 
 
 def free_bytes(devices: Sequence[jax.Device]) -> int | None:
-    """What is free of one device's memory; of a CPU's, its share of what the machine has available.
+    """Free bytes of one device's memory; of a CPU's, its share of what the machine has available.
     None where nobody says."""
     stats = devices[0].memory_stats() or {}
     if "bytes_limit" in stats:
@@ -179,8 +202,8 @@ def free_bytes(devices: Sequence[jax.Device]) -> int | None:
 def cache_budget(
     settings: EngineSettings, config: ModelConfig, tensor: int, shapes: Shapes, free: float | None
 ) -> int:
-    """Tokens of a replica's cache: as set, else the longest call in every slot, or what of it fits
-    ``free`` bytes of a device (None: enough)."""
+    """Tokens of a replica's KV cache: as set, else the longest request in every slot, or what of it
+    fits ``free`` bytes of a device (None: enough)."""
     if settings.cache_tokens is not None:
         return settings.cache_tokens
     whole = shapes.slots * shapes.request_pages * shapes.page
@@ -193,8 +216,9 @@ def cache_budget(
 def remote_engine(remote: RemoteConfig, tokenizer: ChatTokenizer) -> RemoteEngine:
     """The server of ``rollout.remote``, asked whether it has the model.
 
-    Raises RecipeError for a key that is not in the environment, RemoteEngineError for a server that
-    does not answer or serves something else.
+    Raises:
+        RecipeError: For a key that is not in the environment.
+        RemoteEngineError: For a server that does not answer or serves something else.
     """
     settings = remote.model_dump(exclude={"api_key_env"})
     if remote.api_key_env is not None:

@@ -22,16 +22,30 @@ class Passage:
 
 
 class Retriever(Protocol):
-    """``search`` gives one list per query, in the queries' order: at most ``topk`` passages, best
-    first. Raises RetrievalError when it fails for good."""
+    """What a search workflow asks."""
 
-    async def search(self, queries: list[str], topk: int) -> list[list[Passage]]: ...
+    async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
+        """Searches for every query.
+
+        Args:
+            queries: Any number of texts.
+            topk: The most passages of one.
+
+        Returns:
+            One list per query, in the queries' order, best passage first.
+
+        Raises:
+            RetrievalError: Where it fails for good.
+        """
+        ...
 
 
 def merge(results: Iterable[Sequence[Passage]], limit: int | None = None) -> tuple[Passage, ...]:
     """The passages of several queries as one list: every query's best, then every second best, ...
 
-    A passage found twice keeps its first place; ``limit`` keeps the first ones only.
+    Args:
+        results: The passages of each query, best first.
+        limit: How many to keep (None: all). A passage found twice counts once, in its first place.
     """
     merged: dict[str, Passage] = {}
     for rank in zip_longest(*results):

@@ -108,10 +108,14 @@ class HTTPRetriever:
 
 
 def parse_result(answer: Any, count: int) -> list[list[Passage]]:
-    """The passages of an answer ``{"result": [[..], ..]}`` with ``count`` lists.
+    """The passages of an answer ``{"result": [[..], ..]}``.
 
-    An entry is a document, or ``{"document": .., "score": ..}``. Raises ValueError for anything
-    else.
+    Args:
+        answer: Parsed JSON. An entry is a document, or ``{"document": .., "score": ..}``.
+        count: How many lists it must hold.
+
+    Raises:
+        ValueError: For anything else.
     """
     result = answer.get("result") if isinstance(answer, dict) else None
     if not isinstance(result, list) or not all(isinstance(entries, list) for entries in result):
