@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
-import subprocess
-import sys
 import threading
 import time
-from contextlib import contextmanager
 
 import httpx
 import numpy as np
 import pytest
 
+from benchmarks import async_tool
 from envs.workflow import Outcome, Score
 from models.tokenizer import ChatTokenizer
 from srpo_jax.engine import PromptTooLong, Request
@@ -274,33 +273,6 @@ def test_a_loop_that_has_ended_holds_up_nobody():
 
 # ---- tools beside it -----------------------------------------------------------------------------
 
-SERVER = """
-import asyncio
-async def answer(reader, writer):
-    await reader.readuntil(b"\\r\\n\\r\\n")
-    await asyncio.sleep({seconds})
-    writer.write(b"HTTP/1.1 200 OK\\r\\nContent-Length: 2\\r\\nConnection: close\\r\\n\\r\\nok")
-    await writer.drain()
-    writer.close()
-async def main():
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    print(server.sockets[0].getsockname()[1], flush=True)
-    await server.serve_forever()
-asyncio.run(main())
-"""
-
-
-@contextmanager
-def slow_server(seconds):
-    """The URL of a server in another process that answers after ``seconds``."""
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER.format(seconds=seconds)], stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
-        finally:
-            process.kill()
-
 
 class Asks:
     """One call, then an HTTP request of a coroutine as a tool; its seconds are noted. A task named
@@ -333,7 +305,7 @@ def test_an_async_http_tool_takes_its_own_time_beside_the_engine():
     """Steps of 60 ms in which the engine leaves the interpreter, as in a device's work; a tool of
     60 ms would take 90 ms or more if the steps were taken in its event loop."""
     medians = []
-    with slow_server(0.06) as url:
+    with async_tool.answering(0.06) as url:
         for others in (0, 4):
             workflow = Asks(url, 2)
             results = run(
@@ -343,3 +315,11 @@ def test_an_async_http_tool_takes_its_own_time_beside_the_engine():
             medians.append(statistics.median(workflow.seconds))
     alone, beside = medians
     assert beside <= 1.2 * alone
+
+
+def test_the_benchmark_of_a_real_engine(capsys):
+    assert async_tool.main(["--slots", "2", "--calls", "3", "--answer-ms", "20"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["burst_ms", "alone_ms", "beside_ms", "ratio"]
+    assert found["alone_ms"] >= 20 and found["burst_ms"] > 0
+    assert found["ratio"] == pytest.approx(found["beside_ms"] / found["alone_ms"], abs=0.01)

@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self, TypeVar
 from srpo_jax.engine.engine import Engine
 from srpo_jax.engine.requests import Completion, Request
 
-LOOP_TURNS = 4  # of an event loop, in which episodes that are resumed reach their next call
+LOOP_ITERATIONS = 4  # of an event loop, in which resumed episodes reach their next call
 LOOP_SECONDS = 1.0  # the longest that the engine waits for them
 
 
@@ -105,7 +105,7 @@ class EngineThread:
 
     The thread lives within ``async with`` (or from ``start`` to ``close``); it alone touches the
     engine meanwhile, and steps it while there are requests. After it has handed out results, and
-    when requests come to an idle engine, it lets the callers' loops turn a few times before it
+    when requests come to an idle engine, it lets the callers' loops run LOOP_ITERATIONS before it
     steps, for LOOP_SECONDS at most: what they ask for next is decoded together.
 
     An error of the engine ends the thread. Every waiting and every later ``generate`` raises it.
@@ -113,12 +113,17 @@ class EngineThread:
     Args:
         engine: The engine.
         max_requests: How many requests may be waiting or running at once (None: any number).
+
+    Attributes:
+        engine: Not to be touched while the thread runs.
+        failure: What the engine has raised, if it has.
+        broken: Set once it has.
     """
 
     def __init__(self, engine: Engine, max_requests: int | None = None):
         self.engine = engine
         self.failure: Exception | None = None
-        self.broken = threading.Event()  # set with the failure
+        self.broken = threading.Event()
         self._max_requests = max_requests
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # of the next two
@@ -151,7 +156,11 @@ class EngineThread:
         self.close()
 
     def start(self) -> None:
-        """Starts the thread. Raises RuntimeError where it runs already."""
+        """Starts the thread.
+
+        Raises:
+            RuntimeError: Where it runs already.
+        """
         if self._thread is not None:
             raise RuntimeError("the engine's thread runs already")
         self.failure, self._stopping = None, False
@@ -160,8 +169,9 @@ class EngineThread:
         self._loops.clear()
         with self._lock:
             self._closed = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def close(self) -> None:
         """Ends the thread after its present step; what still waits fails with EngineClosed."""
@@ -284,28 +294,28 @@ class EngineThread:
     ) -> None:
         """Calls ``callbacks`` in a loop; the next step waits until what follows them is there."""
         token = object()
-        turned = partial(self._inbox.put, partial(self._loops.discard, token))
+        ready = partial(self._inbox.put, partial(self._loops.discard, token))
         try:
-            loop.call_soon_threadsafe(_take_turns, loop, callbacks, turned)
+            loop.call_soon_threadsafe(_iterate, loop, callbacks, ready)
         except RuntimeError:
             return  # the loop is closed: nobody waits there any more
         self._loops.add(token)
         self._loops_until = time.monotonic() + LOOP_SECONDS
 
 
-def _take_turns(
+def _iterate(
     loop: asyncio.AbstractEventLoop,
     callbacks: Sequence[Callable[[], object]],
-    turned: Callable[[], object],
-    turns: int = LOOP_TURNS,
+    ready: Callable[[], object],
+    iterations: int = LOOP_ITERATIONS,
 ) -> None:
-    """Runs in ``loop``: the callbacks at once, ``turned`` after so many turns of the loop."""
+    """Runs in ``loop``: the callbacks at once, ``ready`` after so many iterations of the loop."""
     for callback in callbacks:
         callback()
-    if turns:
-        loop.call_soon(_take_turns, loop, (), turned, turns - 1)
+    if iterations:
+        loop.call_soon(_iterate, loop, (), ready, iterations - 1)
     else:
-        turned()
+        ready()
 
 
 def run_anywhere(work: Coroutine[Any, Any, T]) -> T:
