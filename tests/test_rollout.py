@@ -287,11 +287,12 @@ class TestFailures:
 
         assert not count_failures(run(Meet(), ["x"] * 24))
 
-    def test_an_engine_that_breaks_ends_the_run(self):
+    @pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+    def test_an_engine_that_breaks_ends_the_run(self, kind):
         class Broken(FakeEngine):
             def step(self):
                 if len(self.requests) > 6:
-                    raise RuntimeError("the device is gone")
+                    raise kind("the device is gone")
                 return super().step()
 
         with pytest.raises(RuntimeError, match="the device is gone"):

@@ -220,6 +220,9 @@ class EngineThread:
                 self._deliver(self.engine.step())
             for call in set(self._calls.values()):
                 self._cancel(call)
+        except ValueError as error:  # one of a step is none of a request
+            end = self.failure = RuntimeError(f"{type(error).__name__}: {error}")
+            end.__cause__ = error
         except Exception as error:  # every waiting caller must hear of it
             end = self.failure = error
         self._calls.clear()
