@@ -28,8 +28,8 @@ from envs.math.grading import (
 )
 from envs.math.grading.compare import same_answer
 from envs.math.grading.numbers import Undecided
+from envs.parsing import Malformed, parse_route
 from envs.search import parsing as search_parsing
-from envs.search.parsing import Malformed
 
 MODULES = (answers, compare, latex, names, numbers, symbols, units, math_parsing, search_parsing)
 # Each family is a head, a piece that is repeated, and a tail that breaks what the pieces promise.
@@ -150,8 +150,9 @@ def quiet(function: Callable[[str], object]) -> Callable[[str], None]:
 PARSERS = {
     "last_boxed": math_parsing.last_boxed,
     "last_boxed of an answer": lambda text: math_parsing.last_boxed(rf"\boxed{{{text}}}"),
-    "math parse_route": lambda text: math_parsing.parse_route(text, 8),
+    "parse_route": lambda text: parse_route(text, 8),
     "math parse_verdict": math_parsing.parse_verdict,
+    "parse_box": math_parsing.parse_box,
     "parse_final": math_parsing.parse_final,
     "search parse_route": lambda text: search_parsing.parse_route(text, 8, dedupe=True),
     "parse_query": search_parsing.parse_query,

@@ -15,11 +15,12 @@ import pyarrow.parquet
 import pytest
 
 from envs.math.instructions import without_instructions
-from envs.math.parsing import last_boxed, parse_final, parse_route, parse_verdict
+from envs.math.parsing import last_boxed, parse_final, parse_verdict
 from envs.math.prompts import MathState, Turn
 from envs.math.tasks import TaskError, math_tasks, read_tasks
 from envs.math.teacher import reply, work_out
 from envs.math.workflow import MathWorkflow
+from envs.parsing import parse_route
 from envs.workflow import ScriptedTeam, Task
 from tests.linear_time import assert_linear
 
@@ -308,23 +309,22 @@ def test_a_good_teacher_is_right_in_every_role():
     assert reply("solver_1", drafted("solve"), TASK, rng) == r"12+7=19 19+30=49 \boxed{49}"
     verify = reply("verifier", drafted("verify", 49, 48, 49), TASK, rng)
     assert verify == "12+7=19 19+30=49 <verify>approve</verify>"
-    assert parse_verdict(reply("verifier", drafted("verify", 48, 48, 49), TASK, rng)) == "reject"
+    assert parse_verdict(reply("verifier", drafted("verify", 48, 48, 49), TASK, rng)) is False
     final = reply("aggregator", drafted("aggregate", 48, 48), TASK, rng)
     assert parse_final(final) == "49"
-    assert parse_route(reply("router", drafted("route", 49, 49), TASK, rng), 3) == "STOP"
-    assert parse_route(reply("router", drafted("route", 48, 49), TASK, rng), 3) != "STOP"
+    assert parse_route(reply("router", drafted("route", 49, 49), TASK, rng), 3) == ()
+    assert parse_route(reply("router", drafted("route", 48, 49), TASK, rng), 3) != ()
 
 
 def test_a_poor_teacher_errs_in_every_role_and_keeps_the_form():
     rng = random.Random(0)
     for _ in range(50):
         assert last_boxed(reply("solver_1", drafted("solve"), TASK, rng, 1.0)) not in (None, "49")
-        assert parse_verdict(reply("verifier", drafted("verify", 49), TASK, rng, 1.0)) == "reject"
-        assert parse_verdict(reply("verifier", drafted("verify", 48), TASK, rng, 1.0)) == "approve"
+        assert parse_verdict(reply("verifier", drafted("verify", 49), TASK, rng, 1.0)) is False
+        assert parse_verdict(reply("verifier", drafted("verify", 48), TASK, rng, 1.0)) is True
         assert parse_final(reply("aggregator", drafted("aggregate", 49), TASK, rng, 1.0)) != "49"
-        assert parse_route(reply("router", drafted("route", 48), TASK, rng, 1.0), 3) == "STOP"
-        first = parse_route(reply("router", drafted("route"), TASK, rng, 1.0), 3)
-        assert isinstance(first, tuple)
+        assert parse_route(reply("router", drafted("route", 48), TASK, rng, 1.0), 3) == ()
+        assert parse_route(reply("router", drafted("route"), TASK, rng, 1.0), 3) != ()
 
 
 def test_poor_is_a_rate():

@@ -11,9 +11,10 @@ import pytest
 
 from envs.math import workflow as workflow_module
 from envs.math.grading import Grade, default_pool
-from envs.math.parsing import last_boxed, parse_final, parse_route, parse_verdict
+from envs.math.parsing import last_boxed, parse_box, parse_final, parse_verdict
 from envs.math.prompts import MathState, Turn, render
 from envs.math.workflow import MathWorkflow
+from envs.parsing import Malformed
 from envs.workflow import Cut, EpisodeFailed, Outcome, ScriptedTeam, Task
 
 TASK = Task(id="t", prompt="What is 12+7+30?", answer="49", extra={"expression": "12+7+30"})
@@ -53,6 +54,17 @@ def malformed(team: ScriptedTeam) -> list[tuple[str, str]]:
     ]
 
 
+NO_BOX = "no \\boxed answer"
+NO_VERDICT = "0 <verify> and 0 </verify>, want one pair"
+
+
+def value_or_none(parse, text):
+    try:
+        return parse(text)
+    except Malformed:
+        return None
+
+
 # ---- parsing ------------------------------------------------------------------------------------
 
 
@@ -82,43 +94,10 @@ def test_last_boxed(text, answer):
 
 
 @pytest.mark.parametrize(
-    ("text", "route"),
-    [
-        ("<route>1,3</route>", (1, 3)),
-        ("Hard.\n<route> 3, 1 </route>\n", (3, 1)),
-        ("not <route>9</route> but\n<route>2</route>", (2,)),
-        ("<route>STOP</route>", "STOP"),
-        ("I choose <route>1</route>", None),
-        ("<route>1</route> <route>2</route>", None),
-        ("<route>1</route>\nthat is it", None),
-        ("<route>1,1</route>", None),
-        ("<route>4</route>", None),
-        ("<route>0</route>", None),
-        ("<route>01</route>", None),
-        ("<route>-1</route>", None),
-        ("<route></route>", None),
-        ("<route>1,</route>", None),
-        ("<route>stop</route>", None),
-        ("<route>STOP,1</route>", None),
-        ("<route>²</route>", None),
-        (f"<route>{'1' * 5000}</route>", None),
-        ("", None),
-    ],
-)
-def test_parse_route(text, route):
-    assert parse_route(text, 3) == route
-
-
-def test_dedupe_keeps_the_first_place():
-    assert parse_route("<route>3,1,3</route>", 3, dedupe=True) == (3, 1)
-    assert parse_route("<route>3,4,3</route>", 3, dedupe=True) is None
-
-
-@pytest.mark.parametrize(
     ("text", "verdict"),
     [
-        (APPROVE, "approve"),
-        (REJECT, "reject"),
+        (APPROVE, True),
+        (REJECT, False),
         ("approve", None),
         ("<verify>approve</verify> <verify>approve</verify>", None),
         ("<verify>approve</verify> <verify>reject</verify>", None),
@@ -129,7 +108,7 @@ def test_dedupe_keeps_the_first_place():
     ],
 )
 def test_parse_verdict(text, verdict):
-    assert parse_verdict(text) == verdict
+    assert value_or_none(parse_verdict, text) is verdict
 
 
 @pytest.mark.parametrize(
@@ -148,7 +127,13 @@ def test_parse_verdict(text, verdict):
     ],
 )
 def test_parse_final(text, answer):
-    assert parse_final(text) == answer
+    assert value_or_none(parse_final, text) == answer
+
+
+def test_parse_box():
+    assert parse_box("so \\boxed{48}, no: \\boxed{49}") == "49"
+    with pytest.raises(Malformed, match=r"no \\boxed answer"):
+        parse_box("so 49")
 
 
 # ---- the paper's traces -------------------------------------------------------------------------
@@ -214,7 +199,7 @@ def test_dr_mas_takes_a_missing_verdict_for_an_approval():
         MathWorkflow.preset("dr_mas"), {"solver_1": [box(48)], "verifier": ["looks good"]}
     )
     assert cardinalities(team) == [1, 1]
-    assert malformed(team) == [("verifier", "verdict")]
+    assert malformed(team) == [("verifier", NO_VERDICT)]
     assert (outcome.response, outcome.info["approved"]) == (box(48), 1.0)
 
 
@@ -292,7 +277,7 @@ def test_without_any_box_the_first_draft_is_scored():
     workflow = MathWorkflow(solvers=2, rounds=1, verifier=False, aggregator=False)
     team, outcome = play(workflow, {"solver_1": ["49"], "solver_2": ["it is 49"]})
     assert outcome.response == "49"
-    assert malformed(team) == [("solver_1", "box"), ("solver_2", "box")]
+    assert malformed(team) == [("solver_1", NO_BOX), ("solver_2", NO_BOX)]
 
 
 # ---- router -------------------------------------------------------------------------------------
@@ -341,7 +326,7 @@ def test_a_route_that_does_not_parse_spends_the_round():
         },
     )
     assert cardinalities(team) == [1, 1, 1, 1]
-    assert malformed(team) == [("router", "route")]
+    assert malformed(team) == [("router", "the last line is not one <route> pair")]
     assert outcome.response == box(2)
     # In the last round it leaves the earlier draft, which is not verified again.
     team, outcome = play(
@@ -381,11 +366,11 @@ def test_malformed_outputs_are_marked_and_the_workflow_goes_on():
     )
     assert cardinalities(team) == [2, 1, 2, 1, 1, 1]
     assert malformed(team) == [
-        ("solver_1", "box"),
-        ("verifier", "verdict"),
-        ("verifier", "verdict"),
-        ("aggregator", "final line"),
-        ("solver_1", "box"),
+        ("solver_1", NO_BOX),
+        ("verifier", "2 <verify> and 2 </verify>, want one pair"),
+        ("verifier", NO_VERDICT),
+        ("aggregator", "0 lines FINAL:, want one"),
+        ("solver_1", NO_BOX),
     ]
     assert outcome.response == "the same"
 
@@ -408,6 +393,7 @@ def test_missing_verdict_decides_how_the_loop_goes_on():
         ({"rounds": 0}, "rounds"),
         ({"revision": "both"}, "solve, revise"),
         ({"prompt_style": "long"}, "full, short"),
+        ({"router": "no"}, "router must be true or false"),
         ({"missing_verdict": "stop"}, "reject, approve"),
         ({"rounds": 1, "verify_last": False}, "verifier: false"),
         ({"verifier": False, "missing_verdict": "approve"}, "verifier: true"),

@@ -7,13 +7,8 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from envs.search.parsing import (
-    Malformed,
-    parse_answer,
-    parse_query,
-    parse_route,
-    parse_verdict,
-)
+from envs.parsing import Malformed
+from envs.search.parsing import parse_answer, parse_query, parse_verdict
 from envs.search.retrieval.base import Passage, RetrievalError, merge
 from envs.search.workflow import SearchWorkflow
 from envs.workflow import Cut, EpisodeFailed, ScriptedTeam, Task
@@ -237,45 +232,6 @@ def test_a_retrieval_that_fails_for_good_fails_the_episode():
 
 
 # ---- parsing ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "want"),
-    [
-        ("<route>1,3</route>", (1, 3)),
-        ("because\n<route> 3 , 1 </route>\n", (1, 3)),
-        ("<route>STOP</route>", None),
-    ],
-)
-def test_parse_route(text, want):
-    assert parse_route(text, 3) == want
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "1,2",
-        "<route></route>",
-        "<route>stop</route>",
-        "<route>0</route>",
-        "<route>4</route>",
-        "<route>1,1</route>",
-        "<route>1;2</route>",
-        "<route>1</route> then",
-        "<route>1</route>\nbye",
-        "so <route>1</route>",
-        "<route>1</route>\n<route>2</route>",
-        "<route>1,2",
-        "<route>١</route>",
-        "<route>1,STOP</route>",
-        f"<route>{'1' * 5000}</route>",
-        f"<route>1,{'0' * 5000}</route>",
-    ],
-)
-def test_malformed_routes(text):
-    with pytest.raises(Malformed):
-        parse_route(text, 3)
 
 
 def test_parse_query():

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from envs.math.parsing import last_boxed, parse_verdict
+from envs.parsing import Malformed
 from envs.workflow import Cut, Prompt
 
 STYLES = ("full", "short")
@@ -158,10 +159,17 @@ def _short(state: MathState) -> Prompt:
     for member, text in state.drafts:
         user += [f"\n{letter(member)} ", Cut(last_boxed(text) or "none", limit=8)]
     if state.feedback is not None:
-        user.append(f"\n{parse_verdict(state.feedback) or 'none'}")
+        user.append(f"\n{_verdict(state.feedback)}")
     if state.aggregate is not None:
         user += ["\nFINAL ", Cut(last_boxed(state.aggregate) or "none", limit=8)]
     return Prompt(_JOB[state.next], tuple(user))
+
+
+def _verdict(feedback: str) -> str:
+    try:
+        return "approve" if parse_verdict(feedback) else "reject"
+    except Malformed:
+        return "none"
 
 
 def letter(role: str) -> str:

@@ -23,43 +23,53 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal
 
+from envs.arguments import check_arguments, preset_arguments
 from envs.math.grading import Grade, default_pool, grade
 from envs.math.grading.numbers import answer_key
-from envs.math.parsing import STOP, last_boxed, parse_final, parse_route, parse_verdict
+from envs.math.parsing import last_boxed, parse_box, parse_final, parse_verdict
 from envs.math.prompts import STYLES, MathState, Turn, render
+from envs.parsing import Malformed, parse_route, read
 from envs.tool_threads import ToolThreads
 from envs.workflow import EpisodeFailed, Outcome, Output, Prompt, Score, Task, Team
-
-_PRESETS: dict[str, dict] = {
-    "dr_mas": {
-        "solvers": 1,
-        "rounds": 2,
-        "verify_last": False,
-        "aggregator": False,
-        "missing_verdict": "approve",
-    },
-    "single": {"solvers": 1, "rounds": 1, "verifier": False, "aggregator": False},
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MathWorkflow:
     """A team for problems with one boxed answer.
 
-    ``solvers``: how many solver roles there are; without a router all of them propose.
-    ``rounds``: proposals at most. ``revision``: what rounds after the first do, ``solve`` (all
-    again) or ``revise`` (one solver, event type ``revise``). ``router``: asks for a subset of the
-    solvers, or STOP, before each proposal. ``verifier``: verifies each proposal, the last round's
-    only with ``verify_last``. ``aggregator`` and ``final_revision``: the two closing events.
-    ``missing_verdict``: how the loop goes on when a verdict is malformed. ``prompt_style``:
-    ``full`` for real checkpoints, ``short`` for a tiny model (see envs/math/prompts.py).
+    Args:
+        solvers: How many solver roles there are; without a router all of them propose.
+        rounds: Proposals at most.
+        revision: What rounds after the first do: ``solve`` (all again) or ``revise`` (one solver,
+            event type ``revise``).
+        router: Asks for a subset of the solvers, or STOP, before each proposal.
+        verifier: Verifies each proposal.
+        verify_last: Verifies the last round's proposal too.
+        aggregator: Closes with an event that settles on one answer.
+        final_revision: Closes with a solver's revision (after the aggregator's event).
+        missing_verdict: How the loop goes on when a verdict is malformed.
+        prompt_style: ``full`` for real checkpoints, ``short`` for a tiny model (see
+            envs/math/prompts.py).
 
-    Raises ValueError for a combination that makes no sense.
+    Raises:
+        ValueError: An argument of a wrong kind, or a combination that makes no sense.
     """
+
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        # Dr. MAS: solver, verifier, solver; a missing verdict counts as approval.
+        "dr_mas": {
+            "solvers": 1,
+            "rounds": 2,
+            "verify_last": False,
+            "aggregator": False,
+            "missing_verdict": "approve",
+        },
+        "single": {"solvers": 1, "rounds": 1, "verifier": False, "aggregator": False},
+    }
 
     solvers: int = 3
     rounds: int = 2
@@ -73,19 +83,15 @@ class MathWorkflow:
     prompt_style: Literal["full", "short"] = "full"
 
     def __post_init__(self) -> None:
-        for name in ("solvers", "rounds"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: need an integer of at least 1, got {value!r}")
-        for name, choices in (
-            ("revision", ("solve", "revise")),
-            ("missing_verdict", ("reject", "approve")),
-            ("prompt_style", STYLES),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name}: {getattr(self, name)!r} is not one of {', '.join(choices)}"
-                )
+        check_arguments(
+            {field.name: getattr(self, field.name) for field in fields(self)},
+            counts=("solvers", "rounds"),
+            choices={
+                "revision": ("solve", "revise"),
+                "missing_verdict": ("reject", "approve"),
+                "prompt_style": STYLES,
+            },
+        )
         if self.verifier and not self.verify_last and self.rounds == 1:
             raise ValueError(
                 "verify_last: false with rounds: 1 leaves the verifier without a call; "
@@ -95,11 +101,13 @@ class MathWorkflow:
             raise ValueError("missing_verdict: approve needs verifier: true")
 
     @classmethod
-    def preset(cls, name: str, **changes) -> MathWorkflow:
-        """``dr_mas`` (solver, verifier, solver; K = 1 throughout) or ``single`` (one call)."""
-        if name not in _PRESETS:
-            raise ValueError(f"preset: {name!r} is not one of {', '.join(_PRESETS)}")
-        return cls(**{**_PRESETS[name], **changes})
+    def preset(cls, name: str, **changes: Any) -> MathWorkflow:
+        """A published form by name, ``dr_mas`` or ``single``; ``changes`` override its arguments.
+
+        Raises:
+            ValueError: There is no such preset, or an argument does not fit.
+        """
+        return cls(**{**preset_arguments(cls.PRESETS, name), **changes})
 
     @property
     def solver_roles(self) -> tuple[str, ...]:
@@ -122,9 +130,11 @@ class MathWorkflow:
         return "aggregator" if self.aggregator else None
 
     def prompt(self, role: str, state: MathState) -> Prompt:
+        """The prompt of a role in this state."""
         return render(role, state, self.prompt_style)
 
     async def run(self, task: Task, team: Team) -> Outcome:
+        """One episode."""
         problem = task.prompt
         if self.prompt_style == "short":
             problem = task.extra.get("expression", problem)
@@ -134,13 +144,13 @@ class MathWorkflow:
             state = replace(state, round=round_)
             active = self.solver_roles
             if self.router:
-                state, chosen = await self._route(state, team)
-                stopped = chosen == ()
+                state, route = await self._route(state, team)
+                if isinstance(route, Malformed):
+                    continue
+                stopped = not route
                 if stopped:
                     break
-                if chosen is None:
-                    continue
-                active = chosen
+                active = tuple(self.solver_roles[number - 1] for number in route)
             revising = bool(state.drafts) and self.revision == "revise"
             state = await self._propose(state, team, active[:1] if revising else active, revising)
             if self.verifier and (self.verify_last or round_ < self.rounds):
@@ -163,8 +173,10 @@ class MathWorkflow:
     async def reward(self, task: Task, outcome: Outcome, team: Team) -> Score:
         """1 if the scored answer equals a gold answer, else 0.
 
-        A grade that hits a limit has ``error`` set: it is undecided. Raises EpisodeFailed("grader")
-        when the grader itself breaks.
+        A grade that hits a limit has ``error`` set: it is undecided.
+
+        Raises:
+            EpisodeFailed: ("grader") The grader itself broke.
         """
         result: Grade = await team.tool(
             "grade", grade, outcome.response, task.answers, threads=_grading_threads()
@@ -184,16 +196,10 @@ class MathWorkflow:
 
     async def _route(
         self, state: MathState, team: Team
-    ) -> tuple[MathState, tuple[str, ...] | None]:
-        """The solvers to activate, in the order named; () is STOP, None does not parse."""
+    ) -> tuple[MathState, tuple[int, ...] | Malformed]:
+        """The numbers of the solvers to activate, in the order named; () is STOP."""
         state, (output,) = await self._act("route", state, team, ("router",))
-        choice = parse_route(output.text, self.solvers)
-        if choice is None:
-            team.malformed(output, "route")
-            return state, None
-        if choice == STOP:
-            return state, ()
-        return state, tuple(f"solver_{i}" for i in choice)
+        return state, read(team, output, lambda text: parse_route(text, self.solvers))
 
     async def _propose(
         self, state: MathState, team: Team, roles: Sequence[str], revising: bool
@@ -202,23 +208,19 @@ class MathWorkflow:
         ordered = [role for role in self.solver_roles if role in roles]
         state, outputs = await self._act(type_, state, team, ordered)
         for output in outputs:
-            if last_boxed(output.text) is None:
-                team.malformed(output, "box")
+            read(team, output, parse_box)
         return state
 
     async def _verify(self, state: MathState, team: Team) -> tuple[MathState, bool]:
         state, (output,) = await self._act("verify", state, team, ("verifier",))
-        verdict = parse_verdict(output.text)
-        if verdict is None:
-            team.malformed(output, "verdict")
-            verdict = self.missing_verdict
-        return state, verdict == "approve"
+        verdict = read(team, output, parse_verdict)
+        if isinstance(verdict, Malformed):
+            return state, self.missing_verdict == "approve"
+        return state, verdict
 
     async def _close(self, state: MathState, team: Team, type_: str, role: str) -> MathState:
         state, (output,) = await self._act(type_, state, team, (role,))
-        parse = parse_final if type_ == "aggregate" else last_boxed
-        if parse(output.text) is None:
-            team.malformed(output, "final line" if type_ == "aggregate" else "box")
+        read(team, output, parse_final if type_ == "aggregate" else parse_box)
         return state
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from envs.search.retrieval.base import Passage
 from envs.workflow import Cut, Prompt
 
+STYLES = ("full", "short")
 QUERY_TOKENS = 64  # a query in the history; a longer one is no search query
 
 
@@ -75,8 +76,23 @@ def role_number(role: str) -> int:
     return int(role.removeprefix("worker_"))
 
 
-def full_prompt(role: str, state: Searching, *, workers: int, passage_tokens: int | None) -> Prompt:
-    """The prompt of a role, with its whole instruction."""
+def render(
+    role: str,
+    state: Searching,
+    style: str = "full",
+    workers: int = 1,
+    passage_tokens: int | None = None,
+) -> Prompt:
+    """The chat of ``role`` in a team of ``workers``, passages cut to ``passage_tokens`` each."""
+    if style == "short":
+        return _short(role, state, passage_tokens)
+    return _full(role, state, workers, passage_tokens)
+
+
+# ---- full ---------------------------------------------------------------------------------------
+
+
+def _full(role: str, state: Searching, workers: int, passage_tokens: int | None) -> Prompt:
     parts: list[str | Cut] = [f"Question: {state.question}\n"]
     for number, step in enumerate(state.steps, 1):
         parts.append(f"\nStep {number}:\n")
@@ -105,8 +121,11 @@ def full_prompt(role: str, state: Searching, *, workers: int, passage_tokens: in
     return Prompt(_SYSTEM, tuple(parts))
 
 
-def short_prompt(role: str, state: Searching, *, passage_tokens: int | None) -> Prompt:
-    """The prompt of a role in a few words: the system message names the role, and that is all."""
+# ---- short --------------------------------------------------------------------------------------
+
+
+def _short(role: str, state: Searching, passage_tokens: int | None) -> Prompt:
+    """The system message names the role, and that is all."""
     parts: list[str | Cut] = [state.question]
     for step in state.steps:
         for query in step.queries:

@@ -12,119 +12,128 @@ the state: no role outputs them and nothing is ever trained on them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal
 
-from envs.search import parsing
-from envs.search.prompts import Searching, Step, full_prompt, short_prompt
+from envs.arguments import check_arguments, preset_arguments
+from envs.parsing import Malformed, read
+from envs.search.parsing import parse_answer, parse_query, parse_route, parse_verdict
+from envs.search.prompts import STYLES, Searching, Step, render
 from envs.search.retrieval.base import Passage, RetrievalError, Retriever, merge
 from envs.search.scoring import contains_answer, exact_match, extract_answer, f1
 from envs.workflow import EpisodeFailed, Outcome, Output, Prompt, Score, Task, Team
 
-_PRESETS: dict[str, dict[str, Any]] = {
-    # Dr. MAS: a verifier hands over to one search agent (no) or to the answer agent (yes); a
-    # missing verdict counts as yes, and a "no" on the last turn ends the episode without an answer.
-    "dr_mas": {
-        "workers": 1,
-        "router": False,
-        "verifier": True,
-        "max_turns": 4,
-        "answer_at_max_turns": False,
-        "missing_verdict": "yes",
-    },
-}
 
-
+@dataclass(frozen=True, kw_only=True)
 class SearchWorkflow:
     """Router, search workers, evidence verifier and answer agent over one retriever.
 
-    ``workers`` is K, the number of search workers; with a router each turn activates a subset of
-    them. ``topk`` is asked per query; ``max_passages`` caps what one turn's merged results bring
-    into the state, ``passage_tokens`` what one passage may take of a prompt.
-    ``answer_at_max_turns`` lets the answer agent speak when the turns are spent; without it the
-    episode ends with no answer, and a last turn whose passages nobody would read does not search.
-    ``dedupe`` accepts repeated worker numbers from the router. ``missing_verdict`` says how the
-    loop goes on after a malformed verdict.
+    Args:
+        retriever: What the workers' queries are given to.
+        workers: K, how many search workers there are; without a router all of them search.
+        router: Asks for a subset of the workers, or STOP, in each turn.
+        verifier: Checks the evidence: after each search beside a router, before it without one.
+        max_turns: Searches at most.
+        topk: Passages asked for each query.
+        max_passages: What one turn's merged results bring into the state at most (None: all).
+        passage_tokens: What one passage may take of a prompt (None: what is free).
+        answer_at_max_turns: Lets the answer agent speak when the turns are spent; without it the
+            episode ends with no answer, and a last turn whose passages nobody would read does not
+            search.
+        dedupe: Accepts repeated worker numbers from the router.
+        missing_verdict: How the loop goes on when a verdict is malformed.
+        prompt_style: ``full`` for real checkpoints, ``short`` for a tiny model (see
+            envs/search/prompts.py).
+
+    Raises:
+        ValueError: An argument of a wrong kind, or a combination that makes no sense.
     """
 
-    def __init__(
-        self,
-        *,
-        retriever: Retriever,
-        workers: int = 3,
-        router: bool = True,
-        verifier: bool = True,
-        max_turns: int = 4,
-        topk: int = 3,
-        max_passages: int | None = None,
-        passage_tokens: int | None = None,
-        answer_at_max_turns: bool = True,
-        dedupe: bool = False,
-        missing_verdict: Literal["yes", "no"] = "no",
-        prompt_style: Literal["full", "short"] = "full",
-    ):
-        counts = {"workers": workers, "max_turns": max_turns, "topk": topk}
-        limits = {"max_passages": max_passages, "passage_tokens": passage_tokens}
-        for name, value in (counts | {k: v for k, v in limits.items() if v is not None}).items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        switches = {"router": router, "verifier": verifier, "dedupe": dedupe}
-        for name, value in (switches | {"answer_at_max_turns": answer_at_max_turns}).items():
-            if not isinstance(value, bool):  # a text "no" would be true
-                raise ValueError(f"{name} must be true or false, got {value!r}")
-        if not router and not verifier:
-            raise ValueError("router and verifier are both off: nobody would decide when to answer")
-        if missing_verdict not in ("yes", "no"):
-            raise ValueError(f"missing_verdict must be 'yes' or 'no', got {missing_verdict!r}")
-        if prompt_style not in ("full", "short"):
-            raise ValueError(f"prompt_style must be 'full' or 'short', got {prompt_style!r}")
-        self.workers = tuple(f"worker_{number}" for number in range(1, workers + 1))
-        self.router = router
-        self.verifier = verifier
-        self.roles: tuple[str, ...] = (
-            *(("router",) if router else ()),
-            *self.workers,
-            *(("verifier",) if verifier else ()),
-            "answerer",
+    PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        # Dr. MAS: a verifier hands over to one search agent (no) or to the answer agent (yes); a
+        # missing verdict counts as yes, and a "no" on the last turn ends without an answer.
+        "dr_mas": {
+            "workers": 1,
+            "router": False,
+            "verifier": True,
+            "max_turns": 4,
+            "answer_at_max_turns": False,
+            "missing_verdict": "yes",
+        },
+    }
+
+    retriever: Retriever
+    workers: int = 3
+    router: bool = True
+    verifier: bool = True
+    max_turns: int = 4
+    topk: int = 3
+    max_passages: int | None = None
+    passage_tokens: int | None = None
+    answer_at_max_turns: bool = True
+    dedupe: bool = False
+    missing_verdict: Literal["yes", "no"] = "no"
+    prompt_style: Literal["full", "short"] = "full"
+
+    def __post_init__(self) -> None:
+        arguments = {field.name: getattr(self, field.name) for field in fields(self)}
+        del arguments["retriever"]
+        for limit in ("max_passages", "passage_tokens"):
+            if arguments[limit] is None:
+                del arguments[limit]
+        check_arguments(
+            arguments,
+            counts=("workers", "max_turns", "topk", "max_passages", "passage_tokens"),
+            choices={"missing_verdict": ("yes", "no"), "prompt_style": STYLES},
         )
-        self._retriever = retriever
-        self._max_turns = max_turns
-        self._topk = topk
-        self._max_passages = max_passages
-        self._passage_tokens = passage_tokens
-        self._answer_at_max_turns = answer_at_max_turns
-        self._dedupe = dedupe
-        self._missing_verdict = missing_verdict == "yes"
-        self._prompt_style = prompt_style
+        if not self.router and not self.verifier:
+            raise ValueError("router and verifier are both off: nobody would decide when to answer")
 
     @classmethod
     def preset(cls, name: str, *, retriever: Retriever, **changes: Any) -> SearchWorkflow:
-        """A published form by name (``dr_mas``); ``changes`` override its arguments."""
-        if name not in _PRESETS:
-            raise ValueError(f"no Search preset {name!r}; there is: {', '.join(_PRESETS)}")
-        return cls(retriever=retriever, **(_PRESETS[name] | changes))
+        """A published form by name, ``dr_mas``; ``changes`` override its arguments.
+
+        Raises:
+            ValueError: There is no such preset, or an argument does not fit.
+        """
+        return cls(retriever=retriever, **{**preset_arguments(cls.PRESETS, name), **changes})
+
+    @property
+    def worker_roles(self) -> tuple[str, ...]:
+        return tuple(f"worker_{i}" for i in range(1, self.workers + 1))
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return (
+            ("router",) * self.router
+            + self.worker_roles
+            + ("verifier",) * self.verifier
+            + ("answerer",)
+        )
+
+    terminal_role: ClassVar[str] = "answerer"  # whose output is scored
 
     def prompt(self, role: str, state: Searching) -> Prompt:
         """The prompt of a role in this state."""
-        if self._prompt_style == "short":
-            return short_prompt(role, state, passage_tokens=self._passage_tokens)
-        return full_prompt(
-            role, state, workers=len(self.workers), passage_tokens=self._passage_tokens
-        )
+        return render(role, state, self.prompt_style, self.workers, self.passage_tokens)
 
     async def run(self, task: Task, team: Team) -> Outcome:
-        """One episode. Raises EpisodeFailed("retrieval") when a search fails for good."""
+        """One episode.
+
+        Raises:
+            EpisodeFailed: ("retrieval") A search failed for good.
+        """
         state = Searching(task.prompt)
         response = ""
-        for turn in range(1, self._max_turns + 1):
+        for turn in range(1, self.max_turns + 1):
             state = replace(state, turn=turn)
             state, done = await self._turn(state, team)
             if done:
                 break
-        if done or self._answer_at_max_turns:
-            (answer,) = await team.act("answer", state, roles=["answerer"], render=self.prompt)
-            self._parsed(team, answer, parsing.parse_answer)
+        if done or self.answer_at_max_turns:
+            (answer,) = await self._act("answer", state, team, (self.terminal_role,))
+            read(team, answer, parse_answer)
             response = answer.text
             state = replace(state, answer=response)
         return Outcome(response, state, info=_figures(state, task))
@@ -135,62 +144,64 @@ class SearchWorkflow:
         correct = exact_match(answer, task.answers)
         return Score(float(correct), correct, info={"f1": f1(answer, task.answers)})
 
+    async def _act(
+        self, type_: str, state: Searching, team: Team, roles: Sequence[str]
+    ) -> tuple[Output, ...]:
+        """One event; what its outputs change of the state differs from type to type."""
+        return await team.act(type_, state, roles=roles, render=self.prompt)
+
     async def _turn(self, state: Searching, team: Team) -> tuple[Searching, bool]:
         """One turn: the state after it, and whether the answer agent may speak."""
-        active: Sequence[str] = self.workers
+        active = self.worker_roles
         if self.router:
-            (choice,) = await team.act("route", state, roles=["router"], render=self.prompt)
-            route = self._parsed(
-                team, choice, parsing.parse_route, len(self.workers), dedupe=self._dedupe
-            )
-            if isinstance(route, parsing.Malformed):
-                return state.noted("router", None), False
-            state = state.noted("router", choice.text)
-            if route is None:
+            state, route = await self._route(state, team)
+            if isinstance(route, Malformed):
+                return state, False
+            if not route:
                 return state, True
-            active = [self.workers[number - 1] for number in route]
+            active = tuple(self.worker_roles[number - 1] for number in sorted(route))
         elif self.verifier:
             state, supported = await self._verify(state, team)
             if supported:
                 return state, True
 
         verified_after = self.router and self.verifier
-        read = verified_after or self._answer_at_max_turns or state.turn < self._max_turns
-        if read:
+        read_by_anyone = verified_after or self.answer_at_max_turns or state.turn < self.max_turns
+        if read_by_anyone:
             state = await self._search(state, team, active)
         if verified_after:
             return await self._verify(state, team)
         return state, False
 
+    async def _route(
+        self, state: Searching, team: Team
+    ) -> tuple[Searching, tuple[int, ...] | Malformed]:
+        """The numbers of the workers to activate, in the order named; () is STOP."""
+        (output,) = await self._act("route", state, team, ("router",))
+        route = read(team, output, lambda text: parse_route(text, self.workers, dedupe=self.dedupe))
+        note = None if isinstance(route, Malformed) else output.text
+        return state.noted("router", note), route
+
     async def _verify(self, state: Searching, team: Team) -> tuple[Searching, bool]:
-        (output,) = await team.act("verify", state, roles=["verifier"], render=self.prompt)
-        verdict = self._parsed(team, output, parsing.parse_verdict)
-        if isinstance(verdict, parsing.Malformed):
-            return state.noted("verifier", None), self._missing_verdict
+        (output,) = await self._act("verify", state, team, ("verifier",))
+        verdict = read(team, output, parse_verdict)
+        if isinstance(verdict, Malformed):
+            return state.noted("verifier", None), self.missing_verdict == "yes"
         return state.noted("verifier", output.text), verdict
 
     async def _search(self, state: Searching, team: Team, active: Sequence[str]) -> Searching:
-        outputs = await team.act("search", state, roles=active, render=self.prompt)
-        parsed = [self._parsed(team, output, parsing.parse_query) for output in outputs]
+        outputs = await self._act("search", state, team, active)
+        parsed = [read(team, output, parse_query) for output in outputs]
         queries = tuple(query for query in parsed if isinstance(query, str))
         passages: tuple[Passage, ...] = ()
         if queries:
             wanted = list(dict.fromkeys(queries))
             try:
-                found = await team.tool("retrieve", self._retriever.search, wanted, self._topk)
+                found = await team.tool("retrieve", self.retriever.search, wanted, self.topk)
             except RetrievalError as error:
                 raise EpisodeFailed("retrieval", str(error)) from error
-            passages = merge(found, self._max_passages)
+            passages = merge(found, self.max_passages)
         return replace(state, steps=(*state.steps, Step(queries, passages)))
-
-    @staticmethod
-    def _parsed(team: Team, output: Output, parse: Any, *args: Any, **options: Any) -> Any:
-        """What the output says, or the Malformed error after marking the output with its reason."""
-        try:
-            return parse(output.text, *args, **options)
-        except parsing.Malformed as error:
-            team.malformed(output, str(error))
-            return error
 
 
 def _figures(state: Searching, task: Task) -> dict[str, float]:
