@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tensorflow_datasets as tfds
 
@@ -15,19 +18,70 @@ from envs.task_rows import TaskError
 from envs.workflow import Task
 
 
-class StoredTasks(Sequence[Task]):
-    """Tasks read by index; ``to_task`` makes one from a row's texts.
+@dataclass(kw_only=True)
+class GeneratedConfig(tfds.core.BuilderConfig):
+    """One task set: ``name`` says all that its tasks depend on, ``make`` generates them."""
 
-    Raises TaskError naming ``folder`` for a row that cannot be read.
+    split: str = "train"
+    make: Callable[[], Iterable[Task]] = tuple
+
+
+class Generated(tfds.core.GeneratorBasedBuilder):
+    """Generated tasks: id, prompt and source as texts, answer and extra as JSON."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    RELEASE_NOTES = {"1.0.0": "First version."}
+    # The inherited lookup imports importlib_resources, which tensorflow-datasets does not require.
+    code_path = Path(__file__)
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        text = tfds.features.Text
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description="Generated tasks with one right answer each.",
+            features=tfds.features.FeaturesDict(
+                {name: text() for name in ("id", "prompt", "answer", "source", "extra")}
+            ),
+            disable_shuffling=True,
+        )
+
+    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
+        return {self.builder_config.split: self._generate_examples()}
+
+    def _generate_examples(self) -> Iterator[tuple[int, dict[str, str]]]:
+        for i, task in enumerate(self.builder_config.make()):
+            yield i, _row(task)
+
+
+def _row(task: Task) -> dict[str, str]:
+    return {
+        "id": task.id,
+        "prompt": task.prompt,
+        "answer": json.dumps(task.answer, ensure_ascii=False),
+        "source": task.source,
+        "extra": json.dumps(dict(task.extra), ensure_ascii=False),
+    }
+
+
+def _task(row: Mapping[str, bytes]) -> Task:
+    texts = {name: text.decode() for name, text in row.items()}
+    answer = json.loads(texts.pop("answer"))
+    return Task(
+        answer=tuple(answer) if isinstance(answer, list) else answer,
+        extra=json.loads(texts.pop("extra")),
+        **texts,
+    )
+
+
+class StoredTasks(Sequence[Task]):
+    """Tasks read by index from a source of rows.
+
+    Raises:
+        TaskError: A row cannot be read; the line names ``folder``.
     """
 
-    def __init__(
-        self,
-        source: Sequence[Mapping[str, bytes]],
-        to_task: Callable[[Mapping[str, str]], Task],
-        folder: Path,
-    ):
-        self._source, self._to_task, self._folder = source, to_task, folder
+    def __init__(self, source: Sequence[Mapping[str, bytes]], folder: Path):
+        self._source, self._folder = source, folder
 
     def __len__(self) -> int:
         return len(self._source)
@@ -39,30 +93,40 @@ class StoredTasks(Sequence[Task]):
             raise IndexError(f"task {index} of {len(self)}")
         index = int(index) % len(self)
         try:
-            row = self._source[index]
-            return self._to_task({name: text.decode() for name, text in row.items()})
+            return _task(self._source[index])
         except Exception as error:  # what the library raises for a damaged file has no one class
             raise _damaged(self._folder, f"task {index}: {_reason(error)}") from error
 
 
 def store(
-    builder: type[tfds.core.GeneratorBasedBuilder],
-    config: tfds.core.BuilderConfig,
-    data_dir: str | os.PathLike,
-    split: str,
+    name: str,
+    make: Callable[[], Iterable[Task]],
+    *,
     size: int,
-    to_task: Callable[[Mapping[str, str]], Task],
+    split: str,
+    data_dir: str | os.PathLike,
 ) -> StoredTasks:
-    """The builder's ``size`` tasks, written under ``data_dir`` unless they are there.
+    """A generated task set, written under ``data_dir`` unless it is there.
 
-    Raises TaskError when they cannot be written, or when what is there cannot be read.
+    Args:
+        name: What the set is called on disk: it must differ between sets of other tasks.
+        make: Generates the tasks, in order; called only if they are not there yet.
+        size: How many tasks it generates.
+        split: The split's name.
+        data_dir: The folder that keeps generated sets.
+
+    Raises:
+        TaskError: The tasks cannot be written, or what is there cannot be read.
     """
     tfds.disable_progress_bar()
-    folder = Path(data_dir) / builder.name / config.name
+    config = GeneratedConfig(name=name, split=split, make=make)
+    folder = Path(data_dir) / Generated.name / name
 
-    def opened() -> tfds.core.GeneratorBasedBuilder:
+    def opened() -> Generated:
         try:
-            return builder(config=config, data_dir=os.fspath(data_dir), file_format="array_record")
+            return Generated(
+                config=config, data_dir=os.fspath(data_dir), file_format="array_record"
+            )
         except Exception as error:
             raise _damaged(folder, _reason(error)) from error
 
@@ -81,7 +145,7 @@ def store(
             raise _damaged(folder, _reason(error)) from error
     if len(source) != size:
         raise _damaged(folder, f"{len(source)} tasks are there, {size} are due")
-    return StoredTasks(source, to_task, folder)
+    return StoredTasks(source, folder)
 
 
 def _damaged(folder: Path, reason: str) -> TaskError:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from envs.text_files import check_file, is_missing, json_lines, parse_json, short
 from envs.workflow import Task
@@ -52,37 +52,88 @@ def read_file(path: str | os.PathLike, to_task: Callable[[Any, int], Task]) -> l
     return tasks
 
 
-def first(*values: Any) -> Any:
-    """The first value that is there."""
-    return next((value for value in values if not is_missing(value)), None)
+class RowFields(NamedTuple):
+    """What a row says of its task."""
+
+    id: str
+    source: str
+    question: str
+    gold: Any
 
 
-def sections(row: Mapping[str, Any]) -> tuple[Mapping, Mapping, Mapping]:
-    """A row's ``env_kwargs``, ``reward_model`` and ``extra_info``; empty where there is none."""
-    names = ("env_kwargs", "reward_model", "extra_info")
-    found = {name: {} if is_missing(row.get(name)) else row[name] for name in names}
-    for name, value in found.items():
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{name}: need an object, got {type(value).__name__}")
-    return tuple(found.values())
+def read_row(
+    row: Mapping[str, Any],
+    number: int,
+    stem: str,
+    question: Sequence[str],
+    gold: Sequence[str],
+) -> RowFields:
+    """The fields of a row in one of the layouts of the verl family.
 
+    The source is ``data_source`` or ``stem``; the id is the source and ``id``, else
+    ``extra_info.index``, else ``#`` and the number of the row, which no other row has. A question
+    may be given as turns: their last user's text is taken.
 
-def source_and_id(row: Mapping[str, Any], number: int, stem: str) -> tuple[str, str]:
-    """A row's source and its task's id: ``data_source/id``.
+    Args:
+        row: The row's columns.
+        number: Of the row, from 1.
+        stem: The source of rows that name none.
+        question: Columns that may hold the question, in order; ``env_kwargs.question`` is a field
+            of a column that holds an object.
+        gold: Columns that may hold the gold answer, in order.
 
-    The source is ``data_source`` or the file's stem; the id ``id``, else ``extra_info.index``, else
-    ``#`` and the number of the row, which no other row has.
+    Raises:
+        ValueError: A column is of a wrong kind, or the question or the gold is missing.
     """
-    kwargs, _, extra = sections(row)
-    source = first(row.get("data_source"), kwargs.get("data_source"), stem)
+    for name in ("env_kwargs", "reward_model", "extra_info"):
+        if not is_missing(row.get(name)) and not isinstance(row[name], Mapping):
+            raise ValueError(f"{name}: need an object, got {type(row[name]).__name__}")
+    source = _first(row, ("data_source", "env_kwargs.data_source"))
+    if source is None:
+        source = stem
     if not isinstance(source, str) or not source.strip():
         raise ValueError(f"data_source: need text, got {short(source)}")
-    identity = first(row.get("id"), extra.get("index"), f"#{number}")
+    identity = _first(row, ("id", "extra_info.index"))
+    if identity is None:
+        identity = f"#{number}"
     if isinstance(identity, float) and identity.is_integer():
         identity = int(identity)  # a data frame's column of numbers of which some are missing
     if isinstance(identity, bool) or not isinstance(identity, str | int) or identity == "":
         raise ValueError(f"id: need text or a whole number, got {short(identity)}")
-    return source, f"{source}/{identity}"
+    text, answer = _first(row, question), _first(row, gold)
+    if text is None:
+        raise ValueError(f"no question ({_listed(question)})")
+    if answer is None:
+        raise ValueError(f"no gold answer ({_listed(gold)})")
+    return RowFields(f"{source}/{identity}", source, _last_user_turn(text), answer)
+
+
+def _first(row: Mapping[str, Any], columns: Sequence[str]) -> Any:
+    """The first value that is there, None if none is."""
+    for column in columns:
+        outer, dot, inner = column.partition(".")
+        value = row.get(outer)
+        if dot:
+            value = value.get(inner) if isinstance(value, Mapping) else None
+        if not is_missing(value):
+            return value
+    return None
+
+
+def _listed(columns: Sequence[str]) -> str:
+    return f"{', '.join(columns[:-1])} or {columns[-1]}"
+
+
+def _last_user_turn(prompt: Any) -> str:
+    if not isinstance(prompt, str):
+        turns = prompt if isinstance(prompt, list) else [prompt]
+        users = [t for t in turns if isinstance(t, Mapping) and t.get("role") == "user"]
+        prompt = users[-1].get("content") if users else None
+        if not isinstance(prompt, str):
+            raise ValueError("the question: need text or turns with a user's text")
+    if not prompt.strip():
+        raise ValueError("the question is empty")
+    return prompt
 
 
 def unpacked(gold: Any) -> Any:

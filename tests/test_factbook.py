@@ -299,7 +299,7 @@ def test_read_tasks(tmp_path):
     [
         ("{", "not JSON"),
         ("[]", "need an object"),
-        ('{"question": " ", "answer": "x"}', "no question"),
+        ('{"question": " ", "answer": "x"}', "the question is empty"),
         ('{"question": "q"}', "no gold"),
         ('{"question": "q", "reward_model": {"ground_truth": {"target": []}}}', "no gold"),
         ('{"question": "q", "answer": ["x", 3]}', "no gold"),

@@ -240,12 +240,12 @@ def test_looking_for_instructions_takes_linear_time():
     [
         ("{broken", r"bad\.jsonl:2: not JSON"),
         ("[1]", r"bad\.jsonl:2: need an object, got list"),
-        ({"answer": "2"}, r"bad\.jsonl:2: no problem"),
+        ({"answer": "2"}, r"bad\.jsonl:2: no question"),
         ({"problem": "P"}, r"bad\.jsonl:2: no gold answer"),
         ({"problem": "P", "answer": {"a": 1}}, r"bad\.jsonl:2: gold answer"),
         ({"problem": "P", "answer": []}, r"bad\.jsonl:2: gold answer"),
-        ({"problem": " ", "answer": "2"}, r"bad\.jsonl:2: the problem is empty"),
-        ({"prompt": [{"role": "system", "content": "s"}], "answer": "2"}, r"bad\.jsonl:2: prompt"),
+        ({"problem": " ", "answer": "2"}, r"bad\.jsonl:2: the question is empty"),
+        ({"prompt": [{"role": "system", "content": "s"}], "answer": "2"}, "question: need text"),
         ({**ROW, "reward_model": "2"}, r"bad\.jsonl:2: reward_model"),
     ],
 )

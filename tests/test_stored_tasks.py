@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
 
 from envs.math.tasks import math_tasks
 from envs.search.factbook_store import search_tasks
@@ -78,10 +79,12 @@ def test_records_of_other_tasks_are_not_taken_for_these(whole, tmp_path):
     content["splits"][0]["shardLengths"] = ["3"]
     info.write_text(json.dumps(content))
     assert "3 tasks are there, 5 are due" in refusal("math", data_dir)
-    # Questions under the name of problems: the records lack the fields of a problem.
+    # Whole records, of something that is no task.
     (records,) = data_dir.glob("*/*/*/*array_record*")
-    (others,) = whole["search"].glob("*/*/*/*array_record*")
-    shutil.copy(others, records)
+    writer = ArrayRecordWriter(str(records), "group_size:1")
+    for _ in range(5):
+        writer.write(b"other")
+    writer.close()
     content["splits"][0]["shardLengths"] = ["5"]
     info.write_text(json.dumps(content))
     assert "damaged, remove this folder" in refusal("math", data_dir)

@@ -13,16 +13,14 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import tensorflow_datasets as tfds
-
 from envs.math.instructions import without_instructions
 from envs.stored_tasks import store
-from envs.task_rows import TaskError, first, read_file, sections, source_and_id, unpacked
+from envs.task_rows import TaskError, read_file, read_row, unpacked
 from envs.text_files import short
 from envs.workflow import Task
 
@@ -33,62 +31,6 @@ ARITHMETIC = "arithmetic"
 _BUCKETS = {"test": (0,), "validation": (1,), "train": range(2, 10)}
 _BLOCK = 1024  # problems generated at a time
 _TRIES = 100  # generated problems for each wanted one, at most
-
-
-@dataclass(kw_only=True)
-class MathTasksConfig(tfds.core.BuilderConfig):
-    """One task set: a reasoning-gym generator (or ``arithmetic``), its settings, split and size."""
-
-    name: str = ""
-    generator: str = ARITHMETIC
-    split: str = "train"
-    seed: int = 0
-    size: int = 1
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        identity = json.dumps(dict(self.settings), sort_keys=True, default=str)
-        digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
-        self.name = f"{self.generator}-{self.split}-seed{self.seed}-size{self.size}-{digest}"
-
-
-class MathTasks(tfds.core.GeneratorBasedBuilder):
-    """Problems of one generator: id, prompt, answer, source, and extra as JSON."""
-
-    VERSION = tfds.core.Version("1.0.0")
-    RELEASE_NOTES = {"1.0.0": "First version."}
-    # The inherited lookup imports importlib_resources, which tensorflow-datasets does not require.
-    code_path = Path(__file__)
-
-    def _info(self) -> tfds.core.DatasetInfo:
-        text = tfds.features.Text
-        return tfds.core.DatasetInfo(
-            builder=self,
-            description="Generated mathematics problems with one right answer.",
-            features=tfds.features.FeaturesDict(
-                {name: text() for name in ("id", "prompt", "answer", "source", "extra")}
-            ),
-            disable_shuffling=True,
-        )
-
-    def _split_generators(self, dl_manager) -> dict[str, Iterator]:
-        return {self.builder_config.split: self._generate_examples()}
-
-    def _generate_examples(self) -> Iterator[tuple[int, dict[str, str]]]:
-        config = self.builder_config
-        for i, item in enumerate(_generate(config)):
-            expression = item["metadata"].get("expression")
-            extra = {"expression": expression.replace(" ", "")} if expression else {}
-            yield (
-                i,
-                {
-                    "id": f"{config.generator}/{config.split}/{config.seed}/{i}",
-                    "prompt": item["question"].strip(),
-                    "answer": item["answer"],
-                    "source": config.generator,
-                    "extra": json.dumps(extra),
-                },
-            )
 
 
 def math_tasks(
@@ -102,13 +44,21 @@ def math_tasks(
 ) -> Sequence[Task]:
     """``size`` tasks of a generator, made on the first call and read from ``data_dir`` afterwards.
 
-    ``name``: ``arithmetic``, or any reasoning-gym data set whose answer is the one right answer;
-    ``settings`` are its configuration. ``arithmetic`` is chain_sum with three terms of one or two
-    digits, additions only unless ``subtraction=True``. Where a problem is a bare expression,
-    ``task.extra["expression"]`` holds it ("12+7+30").
+    ``arithmetic`` is chain_sum with three terms of one or two digits, additions only unless
+    ``subtraction=True``. Where a problem is a bare expression, ``task.extra["expression"]`` holds
+    it ("12+7+30"). Splits share no problem: a problem's split is a hash of its text, and different
+    splits and seeds draw from different streams.
 
-    Splits (train, validation, test) share no problem: a problem's split is a hash of its text, and
-    different splits and seeds draw from different streams. Raises TaskError (a ValueError).
+    Args:
+        name: ``arithmetic``, or any reasoning-gym data set whose answer is the one right answer.
+        size: How many tasks.
+        data_dir: The folder that keeps generated sets.
+        split: train, validation or test.
+        seed: Of the draws.
+        **settings: The generator's own configuration.
+
+    Raises:
+        TaskError: (a ValueError) An argument does not fit, or the generator has too few problems.
     """
     _check_generator(name, settings)
     if split not in SPLITS:
@@ -117,20 +67,35 @@ def math_tasks(
         raise TaskError(f"{name} is generated: say how many tasks with `size`")
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise TaskError(f"size: need an integer of at least 1, got {size!r}")
-    config = MathTasksConfig(
-        generator=name, split=split, seed=seed, size=size, settings=dict(settings)
-    )
-    return store(MathTasks, config, data_dir, split, size, _stored_task)
+    draw = _Draw(name, split, seed, size, dict(settings))
+    identity = json.dumps(draw.settings, sort_keys=True, default=str)
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
+    return store(
+        f"{name}-{split}-seed{seed}-size{size}-{digest}", draw.tasks,
+        size=size, split=split, data_dir=data_dir,
+    )  # fmt: skip
 
 
-def _stored_task(row: Mapping[str, str]) -> Task:
-    return Task(
-        id=row["id"],
-        prompt=row["prompt"],
-        answer=row["answer"],
-        source=row["source"],
-        extra=json.loads(row["extra"]),
-    )
+@dataclass(frozen=True)
+class _Draw:
+    """What tasks are drawn: from which generator, with which settings."""
+
+    generator: str
+    split: str
+    seed: int
+    size: int
+    settings: Mapping[str, Any]
+
+    def tasks(self) -> Iterator[Task]:
+        for i, item in enumerate(_generate(self)):
+            expression = item["metadata"].get("expression")
+            yield Task(
+                id=f"{self.generator}/{self.split}/{self.seed}/{i}",
+                prompt=item["question"].strip(),
+                answer=item["answer"],
+                source=self.generator,
+                extra={"expression": expression.replace(" ", "")} if expression else {},
+            )
 
 
 def _check_generator(name: str, settings: Mapping[str, Any]) -> None:
@@ -161,7 +126,7 @@ def _nearest(word: str, known: Sequence[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
 
 
-def _generate(config: MathTasksConfig) -> Iterator[dict[str, Any]]:
+def _generate(config: _Draw) -> Iterator[dict[str, Any]]:
     """``config.size`` items of the split."""
     settings = dict(config.settings)
     name, subtraction = config.generator, True
@@ -205,49 +170,33 @@ def _block(name: str, settings: Mapping[str, Any], seed: int) -> Iterator[dict[s
 # ---- files --------------------------------------------------------------------------------------
 
 
-def read_tasks(path: str | os.PathLike, *, source: str | None = None) -> list[Task]:
-    r"""Tasks of a ``.jsonl`` or ``.parquet`` file.
+QUESTION = ("env_kwargs.question", "prompt", "problem", "question")
+GOLD = ("env_kwargs.ground_truth", "reward_model.ground_truth", "answer")
 
-    Problem: ``env_kwargs.question``, else the last user turn of ``prompt`` (or ``prompt`` as plain
-    text), else ``problem`` or ``question``; sentences such as "Let's think step by step and output
-    the final answer within \boxed{}." are dropped, because the roles' prompts give their own. Gold:
-    ``env_kwargs.ground_truth``, else ``reward_model.ground_truth``, else ``answer``: text, a
-    number, or a list of accepted ones (also as JSON text: ``'["34"]'``). Source: ``source``, else
-    ``data_source``, else the file's name. Id: the source and ``id``, else ``extra_info.index``,
-    else the line. Raises TaskError with file and line (Parquet: row, from 1), also for an id that
-    an earlier row has.
+
+def read_tasks(path: str | os.PathLike, *, source: str | None = None) -> list[Task]:
+    r"""Problems of a ``.jsonl`` or ``.parquet`` file in the layouts of the verl family.
+
+    The first of QUESTION and of GOLD that a row has (see ``envs.task_rows.read_row``). Sentences
+    such as "Let's think step by step and output the final answer within \boxed{}." are dropped,
+    because the roles' prompts give their own. A gold is text, a number, or a list of accepted ones
+    (also as JSON text: ``'["34"]'``).
+
+    Args:
+        path: The file.
+        source: The tasks' source; None takes it from the rows.
+
+    Raises:
+        TaskError: With file and line (Parquet: row, from 1), also for an id of an earlier row.
     """
     path = Path(path)
-    tasks = read_file(path, lambda row, number: _task(row, number, source or path.stem))
-    if source is not None:
-        tasks = [dataclasses.replace(task, source=source) for task in tasks]
-    return tasks
 
+    def to_task(row: Mapping[str, Any], number: int) -> Task:
+        found = read_row(row, number, source or path.stem, QUESTION, GOLD)
+        problem = without_instructions(found.question)
+        return Task(found.id, problem, _gold(found.gold), source or found.source)
 
-def _task(row: Mapping[str, Any], number: int, stem: str) -> Task:
-    kwargs, reward, _ = sections(row)
-    source, identity = source_and_id(row, number, stem)
-    prompt = first(
-        kwargs.get("question"), row.get("prompt"), row.get("problem"), row.get("question")
-    )
-    if prompt is None:
-        raise ValueError("no problem (env_kwargs.question, prompt, problem or question)")
-    gold = first(kwargs.get("ground_truth"), reward.get("ground_truth"), row.get("answer"))
-    if gold is None:
-        raise ValueError("no gold answer (reward_model.ground_truth or answer)")
-    return Task(id=identity, prompt=_problem(prompt), answer=_gold(gold), source=source)
-
-
-def _problem(prompt: Any) -> str:
-    if not isinstance(prompt, str):
-        turns = prompt if isinstance(prompt, list) else [prompt]
-        users = [t for t in turns if isinstance(t, Mapping) and t.get("role") == "user"]
-        prompt = users[-1].get("content") if users else None
-        if not isinstance(prompt, str):
-            raise ValueError("prompt: need text or turns with a user's text")
-    if not prompt.strip():
-        raise ValueError("the problem is empty")
-    return without_instructions(prompt)
+    return read_file(path, to_task)
 
 
 def _gold(gold: Any) -> str | tuple[str, ...]:

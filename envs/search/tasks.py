@@ -7,57 +7,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from envs.task_rows import first, read_file, sections, source_and_id, unpacked
+from envs.task_rows import read_file, read_row, unpacked
 from envs.workflow import Task
+
+QUESTION = ("env_kwargs.question", "extra_info.question", "question", "prompt")
+GOLD = ("env_kwargs.ground_truth", "reward_model.ground_truth", "golden_answers", "answer")
 
 
 def read_tasks(path: str | os.PathLike) -> list[Task]:
-    """Tasks of a ``.jsonl`` or ``.parquet`` file.
+    """Questions of a ``.jsonl`` or ``.parquet`` file in the layouts of the verl family.
 
-    Question: ``env_kwargs.question``, else ``extra_info.question``, ``question``, or the last user
-    turn of ``prompt``; a missing question mark is added. Golds: ``env_kwargs.ground_truth``, else
-    ``reward_model.ground_truth``, ``golden_answers`` or ``answer``: ``{"target": [..]}``, a list of
-    texts (also as JSON text), or one text. Source: ``data_source``, else the file's name. Id: the
-    source and ``id``, else ``extra_info.index``, else the line. Raises TaskError with the file and
-    the line (Parquet: row, from 1), also for an id that an earlier row has.
+    The first of QUESTION and of GOLD that a row has (see ``envs.task_rows.read_row``). A missing
+    question mark is added. A gold is ``{"target": [..]}``, a list of texts (also as JSON text), or
+    one text.
+
+    Raises:
+        TaskError: With file and line (Parquet: row, from 1), also for an id of an earlier row.
     """
     path = Path(path)
-    return read_file(path, lambda row, number: _task(row, number, path.stem))
 
+    def to_task(row: Mapping[str, Any], number: int) -> Task:
+        found = read_row(row, number, path.stem, QUESTION, GOLD)
+        question = found.question.strip()
+        if not question.endswith("?"):
+            question += "?"
+        return Task(found.id, question, _golds(found.gold), found.source)
 
-def _task(row: Mapping[str, Any], number: int, stem: str) -> Task:
-    kwargs, reward, extra = sections(row)
-    source, identity = source_and_id(row, number, stem)
-    question = first(
-        kwargs.get("question"),
-        extra.get("question"),
-        row.get("question"),
-        _last_user_turn(row.get("prompt")),
-    )
-    if not isinstance(question, str) or not question.strip():
-        raise ValueError(
-            "no question (env_kwargs.question, extra_info.question, question or prompt)"
-        )
-    question = question.strip()
-    gold = first(
-        kwargs.get("ground_truth"),
-        reward.get("ground_truth"),
-        row.get("golden_answers"),
-        row.get("answer"),
-    )
-    return Task(
-        id=identity,
-        prompt=question if question.endswith("?") else question + "?",
-        answer=_golds(gold),
-        source=source,
-    )
-
-
-def _last_user_turn(prompt: Any) -> Any:
-    if not isinstance(prompt, list):
-        return prompt
-    turns = [turn for turn in prompt if isinstance(turn, Mapping) and turn.get("role") == "user"]
-    return turns[-1].get("content") if turns else None
+    return read_file(path, to_task)
 
 
 def _golds(gold: Any) -> tuple[str, ...]:
@@ -70,7 +46,5 @@ def _golds(gold: Any) -> tuple[str, ...]:
         or not texts
         or not all(isinstance(text, str) and text.strip() for text in texts)
     ):
-        raise ValueError(
-            'no gold answers (reward_model.ground_truth {"target": [..]}, golden_answers or answer)'
-        )
+        raise ValueError(f"no gold answers ({', '.join(GOLD)}: texts are due)")
     return tuple(dict.fromkeys(texts))
