@@ -8,7 +8,7 @@ that reason, so that it is penalised and trained, and the workflow decides how i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from envs.workflow import Output, Team
@@ -66,6 +66,12 @@ def parse_route(text: str, count: int, *, dedupe: bool = False) -> tuple[int, ..
     if len(unique) < len(numbers) and not dedupe:
         raise Malformed("<route> names a number twice")
     return unique
+
+
+def route_to_all(roles: Sequence[str], prefix: str) -> str:
+    """The route that names every one of ``roles`` that starts with ``prefix`` (``solver_``)."""
+    numbers = [role.removeprefix(prefix) for role in roles if role.startswith(prefix)]
+    return f"<route>{','.join(numbers)}</route>"
 
 
 def check_one_pair(text: str, tag: str) -> None:

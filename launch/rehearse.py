@@ -10,7 +10,6 @@ import asyncio
 import inspect
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from envs.built_in import WORKFLOWS, load
 from envs.workflow import (
     EpisodeFailed,
     Outcome,
@@ -37,11 +37,8 @@ from srpo_jax.recipe.recipe import RetrieverConfig, WorkflowConfig
 from srpo_jax.recipe.yaml import parse_yaml
 from srpo_jax.rollout.user_code import UserCodeError, checked_outcome, checked_score, raised_at
 
-BUILT_IN = ("math", "search")
-EXAMPLES = {
-    "math": ("What is 12 + 7 + 30?", "49"),
-    "search": ("What is the currency code of the country whose capital is N'Djamena?", "XAF"),
-}
+Reply = Callable[[str, Any, Prompt], str]  # what a role says of a state that it is shown
+Script = Callable[[Task, Sequence[str]], Reply]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,17 +69,18 @@ def main(argv: list[str] | None = None) -> int:
     if not 0 < args.temperature < math.inf:
         parser.error(f"--temperature must be positive, got {args.temperature:g}")
 
-    name = args.workflow if args.workflow in BUILT_IN else None
+    built_in = WORKFLOWS.get(args.workflow)
+    name = None if built_in is None else args.workflow
     if name is None and ":" not in args.workflow:
         raise RecipeError(
-            f"{args.workflow!r} is neither {' nor '.join(BUILT_IN)} nor my_team.py:MyWorkflow, "
-            f"{nearest(args.workflow, BUILT_IN)}"
+            f"{args.workflow!r} is neither {' nor '.join(WORKFLOWS)} nor my_team.py:MyWorkflow, "
+            f"{nearest(args.workflow, WORKFLOWS)}"
         )
     config = WorkflowConfig(
         name=name, path=None if name else args.workflow, args=dict(map(_argument, args.arg))
     )
     workflow = make_workflow(config, Path.cwd(), lambda: _retriever(args.corpus))
-    prompt, answer = EXAMPLES.get(args.workflow, ("What is 6 times 7?", "42"))
+    prompt, answer = ("What is 6 times 7?", "42") if built_in is None else built_in.example
     if args.task is not None:
         prompt, answer = args.task, args.answer if args.answer is not None else "unknown"
     elif args.answer is not None:
@@ -96,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.replies is not None:
         replies: Replies = read_replies(args.replies)
     else:
-        script = {"math": math_script, "search": search_script}.get(args.workflow, placeholders)
+        script: Script = placeholders if built_in is None else load(built_in.script)
         replies = script(task, workflow.roles)
     return show_rehearsal(asyncio.run(act_out(workflow, task, replies)), console)
 
@@ -209,53 +207,13 @@ def _print_block(console: Console, title: str, text: str) -> None:
         console.print(Text(f"    {line}"), soft_wrap=True)
 
 
-# ---- scripts ------------------------------------------------------------------------------------
-
-Script = Callable[[str, Any, Prompt], str]
+# ---- replies ------------------------------------------------------------------------------------
 
 
-def math_script(task: Task, roles: Sequence[str]) -> Script:
-    """Solvers that box the gold answer, a verifier that approves it."""
-    boxed = f"\\boxed{{{task.answers[0]}}}"
-    everyone = _route_to_all(roles, "solver_")
 
-    def reply(role: str, state: Any, prompt: Prompt) -> str:
-        if role == "router":
-            return "<route>STOP</route>" if state.drafts else everyone
-        if role == "verifier":
-            return "The drafts agree. <verify>approve</verify>"
-        if role == "aggregator":
-            return f"The drafts agree.\nFINAL: {boxed}"
-        return f"I work it out. {boxed}"
-
-    return reply
-
-
-def search_script(task: Task, roles: Sequence[str]) -> Script:
-    """One turn of searches for the question itself, then the gold answer."""
-    everyone = _route_to_all(roles, "worker_")
-
-    def reply(role: str, state: Any, prompt: Prompt) -> str:
-        if role == "router":
-            return "<route>STOP</route>" if state.steps else everyone
-        if role == "verifier":
-            return f"<verify>{'yes' if state.steps else 'no'}</verify>"
-        if role == "answerer":
-            return f"<think>It is stated.</think><answer>{task.answers[0]}</answer>"
-        query = re.sub(r"[<>]", " ", task.prompt)
-        return f"<think>I look it up.</think><search>{query}</search>"
-
-    return reply
-
-
-def placeholders(task: Task, roles: Sequence[str]) -> Script:
+def placeholders(task: Task, roles: Sequence[str]) -> Reply:
     """Any output will do: a look at the prompts and events of a new workflow."""
     return lambda role, state, prompt: f"(a placeholder for what {role} says)"
-
-
-def _route_to_all(roles: Sequence[str], prefix: str) -> str:
-    numbers = [role.removeprefix(prefix) for role in roles if role.startswith(prefix)]
-    return f"<route>{','.join(numbers)}</route>"
 
 
 def read_replies(path: str) -> Mapping[str, Sequence[str]] | Sequence[str]:

@@ -152,15 +152,13 @@ def _from_scratch(examples: list, folder: Path, args: Any) -> tuple:
 
 def _examples(recipe: Recipe, poor: float, episodes: int, seed: int, progress, bar) -> list:
     """One example of every distinct prompt of an event, over ``episodes`` episodes."""
-    from envs.math.teacher import reply as math_teacher
-    from envs.search.teacher import invent_names
-    from envs.search.teacher import reply as search_teacher
+    from envs.built_in import WORKFLOWS, load
     from srpo_jax.recipe.plugins import build_workflow
     from srpo_jax.recipe.tasks import task_sets
     from srpo_jax.warm_start import Teacher, transcripts
 
-    teachers: dict[str | None, Teacher] = {"math": math_teacher, "search": search_teacher}
-    teacher = teachers[recipe.workflow.name]
+    built_in = WORKFLOWS[str(recipe.workflow.name)]
+    teacher: Teacher = load(built_in.teacher)
     tasks = task_sets(recipe).train
     order = random.Random(seed)
     chosen = [tasks[order.randrange(len(tasks))] for _ in range(episodes)]
@@ -168,7 +166,7 @@ def _examples(recipe: Recipe, poor: float, episodes: int, seed: int, progress, b
     return list(
         transcripts(
             workflow, chosen, teacher, poor=poor, seed=seed,
-            rewrite=invent_names if recipe.workflow.name == "search" else None,
+            rewrite=load(built_in.rewrite) if built_in.rewrite else None,
             on_episode=lambda: progress.advance(bar),
         )
     )  # fmt: skip

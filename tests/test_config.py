@@ -499,7 +499,7 @@ def test_presets_of_built_in_workflows():
     config = WorkflowConfig(name="math", args={"preset": "dr_mas", "rounds": 3})
     workflow = make_workflow(config, None, lambda: None)
     assert (workflow.solvers, workflow.rounds, workflow.aggregator) == (1, 3, False)
-    with pytest.raises(RecipeError, match=r"workflow\.args: preset: 'dr_max' is not one of dr_mas"):
+    with pytest.raises(RecipeError, match=r"workflow\.args: preset must be one of dr_mas"):
         make_workflow(WorkflowConfig(name="math", args={"preset": "dr_max"}), None, lambda: None)
     with pytest.raises(RecipeError, match=r"workflow\.args\.solver: .*did you mean `solvers`\?"):
         make_workflow(WorkflowConfig(name="math", args={"solver": 2}), None, lambda: None)

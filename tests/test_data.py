@@ -125,7 +125,7 @@ def test_search_files_and_names(tmp_path):
         "reward_model": {"ground_truth": {"target": ["N'Djamena"]}},
     }
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    (task,) = resolve(TaskSet(path="rows.jsonl"), "tasks.train", tmp_path, search=True)
+    (task,) = resolve(TaskSet(path="rows.jsonl"), "tasks.train", tmp_path, kind="search")
     assert (task.prompt, task.answer) == ("Capital of Chad?", ("N'Djamena",))
     spec = TaskSet(name="factbook", size=3, args={"hops": 2})
     assert len(resolve(spec, "tasks.train", tmp_path, tmp_path / "made")) == 3

@@ -10,11 +10,13 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 from envs.math.parsing import last_boxed
 from envs.math.prompts import MathState
+from envs.parsing import route_to_all
 from envs.task_rows import TaskError
-from envs.workflow import Task
+from envs.workflow import Prompt, Task
 
 _SUM = re.compile(r"[0-9]+(?:[+-][0-9]+)*")
 _SLIPS = (-10, -2, -1, 1, 2, 10)
@@ -95,3 +97,19 @@ def _route(state: MathState, expression: str, rng: random.Random, errs: bool) ->
     size = rng.randint(1, state.solvers)
     chosen = sorted(rng.sample(range(1, state.solvers + 1), size))
     return f"<route>{','.join(map(str, chosen))}</route>"
+
+
+def script(task: Task, roles: Sequence[str]) -> Callable[[str, MathState, Prompt], str]:
+    """Replies of a rehearsal: solvers that box the gold answer, a verifier that approves it."""
+    boxed = f"\\boxed{{{task.answers[0]}}}"
+
+    def say(role: str, state: MathState, prompt: Prompt) -> str:
+        if role == "router":
+            return "<route>STOP</route>" if state.drafts else route_to_all(roles, "solver_")
+        if role == "verifier":
+            return "The drafts agree. <verify>approve</verify>"
+        if role == "aggregator":
+            return f"The drafts agree.\nFINAL: {boxed}"
+        return f"I work it out. {boxed}"
+
+    return say

@@ -12,13 +12,14 @@ import functools
 import random
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from envs.parsing import route_to_all
 from envs.search.factbook import ASKED, KEYS, countries
 from envs.search.prompts import Searching, role_number
 from envs.task_rows import TaskError
-from envs.workflow import Task
+from envs.workflow import Prompt, Task
 
 
 def reply(
@@ -135,3 +136,19 @@ def _invention(name: str, rng: random.Random) -> str:
 def _word(rng: random.Random) -> str:
     syllables = [rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(rng.randint(2, 3))]
     return "".join(syllables).capitalize() + rng.choice(("", "", "n", "s", "r"))
+
+
+def script(task: Task, roles: Sequence[str]) -> Callable[[str, Searching, Prompt], str]:
+    """Replies of a rehearsal: one turn of searches for the question itself, then the answer."""
+
+    def say(role: str, state: Searching, prompt: Prompt) -> str:
+        if role == "router":
+            return "<route>STOP</route>" if state.steps else route_to_all(roles, "worker_")
+        if role == "verifier":
+            return f"<verify>{'yes' if state.steps else 'no'}</verify>"
+        if role == "answerer":
+            return f"<think>It is stated.</think><answer>{task.answers[0]}</answer>"
+        query = re.sub(r"[<>]", " ", task.prompt)
+        return f"<think>I look it up.</think><search>{query}</search>"
+
+    return say

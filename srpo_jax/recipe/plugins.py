@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from envs.built_in import WORKFLOWS, load
 from envs.workflow import Workflow
 from srpo_jax.recipe.errors import RecipeError, nearest
 from srpo_jax.recipe.paths import find_file
@@ -107,15 +108,9 @@ def _check_takes(function: Callable[..., Any], where: str, *arguments: str) -> N
 
 def workflow_class(config: WorkflowConfig, folder: Path | None = None) -> Callable[..., Any]:
     """The class that a recipe's ``workflow`` section names; it makes workflows."""
-    if config.path is not None:
-        return load_object(config.path, folder)
-    if config.name == "math":
-        from envs.math.workflow import MathWorkflow
-
-        return MathWorkflow
-    from envs.search.workflow import SearchWorkflow
-
-    return SearchWorkflow
+    if config.name is not None:
+        return load(WORKFLOWS[config.name].workflow)
+    return load_object(str(config.path), folder)
 
 
 def build_retriever(config: RetrieverConfig, folder: Path | None = None) -> Any:

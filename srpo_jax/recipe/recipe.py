@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -22,6 +22,7 @@ from pydantic import (
     model_validator,
 )
 
+from envs.built_in import WORKFLOWS
 from srpo_jax.advantage import AdvantageConfig
 from srpo_jax.objective_config import ObjectiveConfig
 from srpo_jax.recipe.errors import RecipeError, first_problem
@@ -43,6 +44,11 @@ from srpo_jax.recipe.switches import Changes, of_switches
 from srpo_jax.recipe.yaml import dump_yaml
 
 __all__ = ["Recipe", "RecipeError", "TaskSet", "load_recipe", "parse_recipe"]
+
+if TYPE_CHECKING:
+    WorkflowName = str
+else:
+    WorkflowName = Literal[tuple(WORKFLOWS)]
 
 
 class ModelConfig(Section):
@@ -67,7 +73,7 @@ class ModelConfig(Section):
 class WorkflowConfig(Section):
     """A built-in workflow by ``name``, or a user's class by ``path: my_team.py:MyWorkflow``."""
 
-    name: Literal["math", "search"] | None = None
+    name: WorkflowName | None = None
     path: LocalPath | None = None
     args: dict[str, Any] = {}
 
@@ -79,7 +85,8 @@ class WorkflowConfig(Section):
     @model_validator(mode="after")
     def _one_source(self) -> WorkflowConfig:
         if (self.name is None) == (self.path is None):
-            raise ValueError("give either `name` (math, search) or `path` (my_team.py:MyWorkflow)")
+            names = ", ".join(WORKFLOWS)
+            raise ValueError(f"give either `name` ({names}) or `path` (my_team.py:MyWorkflow)")
         return self
 
 
@@ -292,10 +299,11 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _together(self) -> Recipe:
-        if self.workflow.name == "search" and self.retriever is None:
-            raise ValueError("the search workflow needs a `retriever` section")
-        if self.workflow.name == "math" and self.retriever is not None:
-            raise ValueError("the math workflow takes no `retriever`")
+        if (name := self.workflow.name) is not None:
+            if WORKFLOWS[name].retriever and self.retriever is None:
+                raise ValueError(f"the {name} workflow needs a `retriever` section")
+            if not WORKFLOWS[name].retriever and self.retriever is not None:
+                raise ValueError(f"the {name} workflow takes no `retriever`")
         episodes = self.rollout.tasks_per_step * self.rollout.group_size
         if self.learner.updates_per_batch > episodes:
             raise ValueError(

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from envs.built_in import GENERATED, TASK_SETS, WORKFLOWS, load
 from envs.text_files import short
 from envs.workflow import Task
 from srpo_jax.recipe.errors import RecipeError
@@ -17,7 +18,6 @@ from srpo_jax.recipe.plugins import call_with_args, load_object, place_in
 from srpo_jax.recipe.recipe import Recipe, TaskSet
 
 DATA_DIR = Path("data") / "tasks"  # where generated task sets are kept
-SEARCH_SETS = ("factbook",)
 
 
 class DataError(ValueError):
@@ -36,10 +36,11 @@ class RecipeTasks:
 
 def task_sets(recipe: Recipe, data_dir: Path = DATA_DIR, *, train: bool = True) -> RecipeTasks:
     """All task sets of a recipe, that for training only where ``train``. Raises DataError."""
-    search = recipe.retriever is not None
+    # A user's own workflow reads problems, or questions where it searches.
+    kind = recipe.workflow.name or ("math" if recipe.retriever is None else "search")
 
     def find(spec: TaskSet, where: str, split: str) -> Sequence[Task]:
-        return resolve(spec, where, recipe.folder, data_dir, split=split, search=search)
+        return resolve(spec, where, recipe.folder, data_dir, split=split, kind=kind)
 
     return RecipeTasks(
         find(recipe.tasks.train, "tasks.train", "train") if train else (),
@@ -57,12 +58,20 @@ def resolve(
     data_dir: Path = DATA_DIR,
     *,
     split: str = "train",
-    search: bool = False,
+    kind: str = "math",
 ) -> Sequence[Task]:
     """The tasks of one set, read by index; ``split`` where the recipe names none.
 
-    Generated sets are made once under ``data_dir``. ``search``: files hold questions with lists of
-    accepted answers, not problems. Raises DataError (``where`` names the set).
+    Args:
+        spec: The set's section of a recipe.
+        where: The section's key, which errors name.
+        folder: The recipe's own, beside which files are looked up.
+        data_dir: The folder that keeps generated sets, which are made once.
+        split: The split where the section names none.
+        kind: The built-in workflow whose task files these are.
+
+    Raises:
+        DataError: The tasks cannot be used.
     """
     try:
         if spec.name is not None:
@@ -70,7 +79,7 @@ def resolve(
         elif ".py:" in (path := str(spec.path)):
             tasks = _from_function(path, spec, spec.split or split, folder)
         else:
-            tasks = _from_file(path, spec, folder, search)
+            tasks = _from_file(path, spec, folder, kind)
     except ValueError as error:
         raise DataError(f"{where}: {error}") from error
     if not len(tasks):
@@ -112,15 +121,8 @@ class TaskStream:
 
 
 def _named(name: str, spec: TaskSet, split: str, data_dir: Path) -> Sequence[Task]:
-    make: Callable[..., Sequence[Task]]
-    if name in SEARCH_SETS:
-        from envs.search.factbook_store import search_tasks
-
-        make, builder = search_tasks, name
-    else:
-        from envs.math.tasks import math_tasks
-
-        make, builder = math_tasks, name.removeprefix("reasoning_gym/")
+    make: Callable[..., Sequence[Task]] = load(TASK_SETS.get(name, GENERATED))
+    builder = name.removeprefix("reasoning_gym/")
     arguments: dict[str, Any] = {"split": split, "seed": spec.seed, "size": spec.size}
     for key in arguments.keys() & spec.args.keys():
         raise DataError(f"args.{key}: `{key}` stands beside `args`, not in it")
@@ -130,12 +132,8 @@ def _named(name: str, spec: TaskSet, split: str, data_dir: Path) -> Sequence[Tas
         raise DataError(f"{name}: args: {error}") from error
 
 
-def _from_file(path: str, spec: TaskSet, folder: Path, search: bool) -> Sequence[Task]:
-    if search:
-        from envs.search.tasks import read_tasks
-    else:
-        from envs.math.tasks import read_tasks
-
+def _from_file(path: str, spec: TaskSet, folder: Path, kind: str) -> Sequence[Task]:
+    read_tasks: Callable[[Path], list[Task]] = load(WORKFLOWS[kind].read_tasks)
     if spec.split is not None or spec.args:
         raise DataError(f"{path}: a file has no `split` and takes no `args`")
     return read_tasks(find_file(path, folder))[: spec.size]

@@ -18,6 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
+from envs.built_in import TASK_SETS, WORKFLOWS
 from srpo_jax.evaluation import BenchmarkResult, macro, macro_error
 from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.recipe import (
@@ -30,7 +31,6 @@ from srpo_jax.recipe.recipe import (
     TrainerConfig,
     parse_recipe,
 )
-from srpo_jax.recipe.tasks import SEARCH_SETS
 from srpo_jax.run.files import write_json
 from srpo_jax.run.folder import RECIPE, RunFolderBusy, locked, record_run
 from srpo_jax.run.logs import EpisodeWriter, write_verdicts
@@ -104,7 +104,7 @@ def model_content(
         name = Path(spec.partition(".py:")[0]).stem if is_path else spec
         if name in benchmarks:
             raise RecipeError(f"--tasks: two of them are named {name}")
-        known = is_path or spec in SEARCH_SETS
+        known = is_path or spec in TASK_SETS
         benchmarks[name] = {
             "path" if is_path else "name": spec,
             "size": int(size) if size else None if known else GENERATED_SIZE,
@@ -122,7 +122,7 @@ def model_content(
         },
         "evaluation": {"samples": samples},
     }
-    if workflow == "search":
+    if workflow in WORKFLOWS and WORKFLOWS[workflow].retriever:
         content["retriever"] = {"corpus": "factbook"}
     return content
 
