@@ -302,14 +302,14 @@ class Asks:
 
 
 def test_an_async_http_tool_takes_its_own_time_beside_the_engine():
-    """Steps of 60 ms in which the engine leaves the interpreter, as in a device's work; a tool of
-    60 ms would take 90 ms or more if the steps were taken in its event loop."""
+    """Steps of 0.2 s in which the engine leaves the interpreter, as in a device's work; a tool of
+    0.2 s would take 0.3 s or more if the steps were taken in its event loop."""
     medians = []
-    with async_tool.answering(0.06) as url:
+    with async_tool.answering(0.2) as url:
         for others in (0, 4):
             workflow = Asks(url, 2)
             results = run(
-                workflow, ["x"] * 2 + ["decodes"] * others, engine=FakeEngine(step_seconds=0.06)
+                workflow, ["x"] * 2 + ["decodes"] * others, engine=FakeEngine(step_seconds=0.2)
             )
             assert all(r.failure is None for r in results)
             medians.append(statistics.median(workflow.seconds))
