@@ -159,7 +159,7 @@ def test_a_missing_corpus_and_one_that_is_not_gzip(tmp_path):
 def post(app, body, raw=None):
     async def send():
         transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             if raw is not None:
                 return await client.post("/retrieve", content=raw)
             return await client.post("/retrieve", json=body)

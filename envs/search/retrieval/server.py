@@ -11,10 +11,13 @@ from __future__ import annotations
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from envs.http_server import OPEN, Access, check_nesting, http_app, read_body
 from envs.search.retrieval.base import Passage, RetrievalError, Retriever
 from envs.text_files import parse_json
 
@@ -22,56 +25,49 @@ DEFAULT_TOPK = 3
 MAX_TOPK = 1000
 MAX_QUERIES = 4096  # a whole rollout batch in one request
 MAX_PASSAGES = 50_000  # queries times topk
-MAX_BODY_BYTES = 4 * 2**20
-MAX_ANSWER_CHARACTERS = 64 * 2**20
+MAX_BODY_BYTES = 4 << 20
+MAX_ANSWER_CHARACTERS = 64 << 20
 
 
-class _TooLarge(Exception):
-    """A request past a limit of this server."""
-
-
-def create_app(retriever: Retriever) -> Starlette:
+def create_app(retriever: Retriever, access: Access = OPEN) -> Starlette:
     """The application; a refused request is answered with ``{"error": ..}``.
 
     Status 400: the body is no request. 413: it is past a limit of this module, so that no request
-    takes more memory than a few times ``MAX_ANSWER_CHARACTERS``. 503: the search failed.
+    takes more memory than a few times ``MAX_ANSWER_CHARACTERS``. 503: the search failed. 401 and
+    403: ``access`` does not allow it.
+
+    Args:
+        retriever: What searches.
+        access: Who may ask.
     """
 
     async def retrieve(request: Request) -> Response:
+        data = await read_body(request, MAX_BODY_BYTES)
         try:
-            queries, topk, scored = _parsed(await _body(request))
-        except _TooLarge as error:
-            return _refused(413, error)
+            queries, topk, scored = await run_in_threadpool(_parsed, data)
         except ValueError as error:
-            return _refused(400, error)
-        except ClientDisconnect:
-            return Response(status_code=400)  # which nobody reads
+            raise HTTPException(400, str(error)) from None
         try:
-            return JSONResponse({"result": _result(await retriever.search(queries, topk), scored)})
-        except _TooLarge as error:
-            return _refused(413, error)
+            found = await retriever.search(queries, topk)
         except RetrievalError as error:
-            return _refused(503, error)
+            raise HTTPException(503, str(error)) from None
+        return await run_in_threadpool(lambda: JSONResponse({"result": _result(found, scored)}))
 
-    return Starlette(routes=[Route("/retrieve", retrieve, methods=["POST"])])
-
-
-def _refused(status: int, reason: Exception) -> JSONResponse:
-    return JSONResponse({"error": str(reason)}, status_code=status)
+    return http_app([Route("/retrieve", retrieve, methods=["POST"])], refuse, access)
 
 
-async def _body(request: Request) -> str:
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise _TooLarge(f"a body of more than {MAX_BODY_BYTES:,} bytes")
-        parts.append(part)
-    return b"".join(parts).decode("utf-8-sig")
+def refuse(error: HTTPException) -> JSONResponse:
+    """The answer to a request that failed."""
+    return JSONResponse({"error": error.detail}, error.status_code, error.headers)
 
 
-def _parsed(text: str) -> tuple[list[str], int, bool]:
-    body = parse_json(text)
+def _too_large(what: str) -> HTTPException:
+    return HTTPException(413, what)
+
+
+def _parsed(data: bytes) -> tuple[list[str], int, bool]:
+    check_nesting(data)
+    body = parse_json(data.decode("utf-8-sig"))
     if not isinstance(body, dict) or ("query" in body) == ("queries" in body):
         raise ValueError('want a JSON object with either "query" or "queries"')
     queries = [body["query"]] if "query" in body else body["queries"]
@@ -84,9 +80,9 @@ def _parsed(text: str) -> tuple[list[str], int, bool]:
     if not isinstance(scored, bool):
         raise ValueError('"return_scores" must be true or false')
     if len(queries) > MAX_QUERIES:
-        raise _TooLarge(f"{len(queries):,} queries, at most {MAX_QUERIES:,} are taken at once")
+        raise _too_large(f"{len(queries):,} queries, at most {MAX_QUERIES:,} are taken at once")
     if len(queries) * topk > MAX_PASSAGES:
-        raise _TooLarge(
+        raise _too_large(
             f"{len(queries):,} queries with topk {topk:,}, at most {MAX_PASSAGES:,} passages are "
             "answered at once"
         )
@@ -96,7 +92,7 @@ def _parsed(text: str) -> tuple[list[str], int, bool]:
 def _result(found: list[list[Passage]], scored: bool) -> list[list[dict[str, Any]]]:
     characters = sum(len(passage.contents) for one in found for passage in one)
     if characters > MAX_ANSWER_CHARACTERS:
-        raise _TooLarge(
+        raise _too_large(
             f"an answer of {characters:,} characters, at most {MAX_ANSWER_CHARACTERS:,} are given "
             "at once"
         )
