@@ -1,18 +1,18 @@
 """Serves a model over HTTP by the OpenAI completions protocol, token ids and log-probs included.
 
 POST /v1/completions, GET /v1/models and GET /health answer this machine alone unless --host says
-otherwise; there is no password. Ctrl-C ends it.
+otherwise, and clients without a token unless --token-env names one. Ctrl-C ends it.
 """
 
 from __future__ import annotations
 
-import signal
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.cli import Parser, entry
+from launch.http_options import add_http_arguments, open_http
 
 if TYPE_CHECKING:
     from models.tokenizer import ChatTokenizer
@@ -32,10 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         help="a Hugging Face folder or hub name; or a recipe (.yaml), whose model and rollout "
         "settings are then the defaults",
     )
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help=f"default {DEFAULT_PORT}; 0: any free one"
-    )
+    add_http_arguments(parser, DEFAULT_PORT)
     parser.add_argument(
         "--slots", type=int, help=f"requests at once on each replica (default {DEFAULT_SLOTS})"
     )
@@ -62,10 +59,8 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("slots", "replicas", "tensor", "cache_tokens"):
         if (value := getattr(args, name)) is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if not 0 <= args.port < 2**16:
-        parser.error(f"--port must be from 0 to 65535, got {args.port}")
 
-    from srpo_jax.engine.server import CompletionServer, listen
+    from srpo_jax.engine.server import CompletionServer
 
     path, revision, settings = args.model, None, None
     if path.endswith((".yaml", ".yml")):
@@ -79,15 +74,10 @@ def main(argv: list[str] | None = None) -> int:
         from srpo_jax.recipe.paths import find_model
 
         path = find_model(path)
-    try:  # first: a model may take minutes to load
-        listener = listen(args.host, args.port)
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        parser.error(f"cannot listen on {args.host}:{args.port}: {reason}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    listener, access = open_http(parser, args)  # first: a model may take minutes to load
     with listener:
         engine, tokenizer = start_engine(parser, args, path, revision, settings)
-        server = CompletionServer(engine, tokenizer, str(Path(path)), listener)
+        server = CompletionServer(engine, tokenizer, str(Path(path)), listener, access)
         print(
             f"{server.name} in {engine.dtype}, {engine.slots} slots of {engine.cache_tokens} "
             f"tokens, POST {server.url}/v1/completions",
@@ -96,9 +86,8 @@ def main(argv: list[str] | None = None) -> int:
         try:
             server.run()
         except KeyboardInterrupt:
-            return 0
-        finally:
-            server.server_close()
+            pass
+    return 0
 
 
 def start_engine(

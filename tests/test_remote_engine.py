@@ -15,36 +15,19 @@ import numpy as np
 import pytest
 
 from envs.workflow import Outcome, Prompt, Score, Task, Workflow
-from models.tokenizer import ChatTokenizer
 from srpo_jax.engine import Request
 from srpo_jax.engine.async_engine import EngineThread
 from srpo_jax.engine.remote import RemoteEngineError, StalePolicy, parse_answer
 from srpo_jax.rollout.rollout import EpisodePlan, Rollout, SamplingConfig
+from tests import server_cases
 from tests.server_cases import (
-    TINY,
     VERSION,
     ask,
     new_request,
     remote_of,
-    serving,
-    tiny_engine,
 )
 
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return ChatTokenizer(TINY)
-
-
-@pytest.fixture(scope="module")
-def local(tokenizer):
-    return tiny_engine(tokenizer)
-
-
-@pytest.fixture(scope="module")
-def server(tokenizer):
-    with serving(tiny_engine(tokenizer), tokenizer) as server:
-        yield server
+tokenizer, local, server = server_cases.tokenizer, server_cases.local, server_cases.server
 
 
 @pytest.fixture

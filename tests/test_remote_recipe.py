@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import json
-import threading
 from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from envs.http_server import Access
 from launch import evaluate
 from launch.cli import entry
 from models.config import CheckpointError
-from models.convert import load_hf
-from models.qwen import split_params
 from models.tiny import tiny_config
 from models.tokenizer import ChatTokenizer
-from srpo_jax.engine import Engine
-from srpo_jax.engine import server as completion_server
 from srpo_jax.engine.layout import fewest_devices
-from srpo_jax.engine.server import CompletionServer
+from srpo_jax.engine.remote import RemoteEngineError
 from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.yaml import dump_yaml
 from srpo_jax.run import build as run_parts
 from srpo_jax.run import evaluate as run_evaluation
+from tests import server_cases
 from tests.learner_cases import one_device
 from tests.run_cases import EVAL_EPISODES, recipe_content, tiny_recipe
 from tests.test_remote_engine import NO_URLS
@@ -42,23 +38,13 @@ def folder(tmp_path_factory):
 
 
 @contextmanager
-def serving(folder):
+def serving(folder, **options):
     tokenizer = ChatTokenizer(folder / "checkpoint")
-    model, config = load_hf(folder / "checkpoint", dtype=jnp.float32)
-    engine = Engine(
-        config, *split_params(model), vocab_size=tokenizer.vocab_size,
-        stop_ids=tokenizer.stop_ids, slots=8, cache_tokens=102, burst=4,
-        tokenizer=tokenizer, version=VERSION,
-    )  # fmt: skip
-    server = CompletionServer(engine, tokenizer, "tiny")
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
+    engine = server_cases.engine_of(
+        folder / "checkpoint", tokenizer, slots=8, cache_tokens=102, version=VERSION
+    )
+    with server_cases.serving(engine, tokenizer, **options) as server:
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(5)
 
 
 @pytest.fixture(scope="module")
@@ -129,19 +115,13 @@ class TestEvaluation:
         ):
             run_parts.build_evaluation_parts(recipe)
 
-    def test_the_key_of_the_environment_is_sent(self, folder, server, monkeypatch):
-        asked = []
-        answer = completion_server._Handler.do_GET
-
-        def do_get(handler):
-            asked.append(handler.headers.get("Authorization"))
-            answer(handler)
-
-        monkeypatch.setattr(completion_server._Handler, "do_GET", do_get)
+    def test_the_key_of_the_environment_is_sent(self, folder, monkeypatch):
         monkeypatch.setenv("TINY_KEY", "sesame")
-        for settings in ({}, {"api_key_env": "TINY_KEY"}):
-            run_parts.build_evaluation_parts(tiny_recipe(folder, remote(server, **settings)))
-        assert asked == [None, "Bearer sesame"]
+        with serving(folder, access=Access(token="sesame")) as server:
+            with pytest.raises(RemoteEngineError, match=r"remote_refused.*status 401"):
+                run_parts.build_evaluation_parts(tiny_recipe(folder, remote(server)))
+            keyed = tiny_recipe(folder, remote(server, api_key_env="TINY_KEY"))
+            run_parts.build_evaluation_parts(keyed)
 
     def test_stale_weights_are_noticed_before_anything_runs(self, folder, server, run):
         assert run(remote(server, version=VERSION + 1)) == (

@@ -18,11 +18,11 @@ import pytest
 
 from launch import serve, serve_retriever
 from launch.cli import entry
-from models.tokenizer import ChatTokenizer
 from srpo_jax.engine import Engine
 from srpo_jax.engine import server as completion_server
 from srpo_jax.recipe.yaml import dump_yaml
 from srpo_jax.run import build_engine as run_engine
+from tests import server_cases
 from tests.run_cases import recipe_content
 from tests.server_cases import (
     ROOT,
@@ -30,20 +30,9 @@ from tests.server_cases import (
     ask,
     new_request,
     remote_of,
-    serving,
-    tiny_engine,
 )
 
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return ChatTokenizer(TINY)
-
-
-@pytest.fixture(scope="module")
-def server(tokenizer):
-    with serving(tiny_engine(tokenizer), tokenizer) as server:
-        yield server
+tokenizer, server = server_cases.tokenizer, server_cases.server
 
 
 @pytest.mark.parametrize(
@@ -74,7 +63,7 @@ def test_a_mesh_that_does_not_fit_is_one_line(capsys, options, said):
 def test_a_taken_port_is_one_line(server, capsys, monkeypatch):
     """Before anything is loaded."""
     monkeypatch.setattr("models.convert.load_hf", None)
-    port = str(server.server_address[1])
+    port = server.url.rpartition(":")[2]
     with pytest.raises(SystemExit) as exit_:
         serve.main([str(TINY), "--port", port, "--slots", "1", "--cache-tokens", "64"])
     assert exit_.value.code == 2
@@ -225,7 +214,7 @@ def test_an_engine_that_breaks_ends_the_command_after_its_clients_have_heard(mon
     port, said = free_port(), []
 
     def client():
-        address = SimpleNamespace(server_address=("127.0.0.1", port))
+        address = SimpleNamespace(url=f"http://127.0.0.1:{port}")
         while True:
             try:
                 said.append(ask(address, "POST", "/v1/completions", BODY))
