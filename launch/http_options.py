@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import signal
 import socket
 import sys
@@ -52,6 +53,9 @@ def open_http(parser: Parser, args: Namespace) -> tuple[socket.socket, Access]:
 
     if not 0 <= args.port < 2**16:
         parser.error(f"--port must be from 0 to 65535, got {args.port}")
+    for name in args.allow_host:
+        if not re.fullmatch(r"[\w.-]+", name):
+            parser.error(f"--allow-host must be a name without scheme and port, got {name!r}")
     token = None
     if args.token_env is not None:
         token = os.environ.get(args.token_env, "")

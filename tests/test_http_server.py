@@ -188,6 +188,15 @@ def test_a_defect_has_the_shape_of_an_error():
 # ---- the command's options -----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["node7:8000", "http://node7", "*", "", "a b"])
+def test_a_host_that_no_client_can_send_is_one_line(capsys, name):
+    with pytest.raises(SystemExit) as stop:
+        serve_retriever.main(["factbook", "--allow-host", "node7", "--allow-host", name])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1
+    assert f"--allow-host must be a name without scheme and port, got {name!r}" in error
+
+
 @pytest.mark.parametrize("token", [None, "", "a b", "a\n", "pässword"])
 def test_a_token_that_cannot_be_sent_is_one_line(monkeypatch, capsys, token):
     monkeypatch.delenv("THE_TOKEN", raising=False)
