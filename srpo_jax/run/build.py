@@ -42,7 +42,17 @@ class NonFiniteGradients(RuntimeError):
 
 @dataclass
 class EvaluationParts:
-    """What evaluates a policy. Only where nothing is trained can the engine be a remote one."""
+    """What evaluates a policy. Only where nothing is trained can the engine be a remote one.
+
+    Attributes:
+        recipe: What the parts were built from.
+        config: The model's sizes.
+        tokenizer: The model's.
+        engine: Samples, and is stepped by ``rollout``.
+        rollout: Runs episodes of the recipe's workflow.
+        benchmarks: The tasks of each, by its name.
+        eval_sampling: How an evaluation samples.
+    """
 
     recipe: Recipe
     config: ModelConfig
@@ -55,7 +65,20 @@ class EvaluationParts:
 
 @dataclass
 class Parts(EvaluationParts):
-    """The parts of a run that trains."""
+    """The parts of a run that trains.
+
+    Attributes:
+        engine: A local one: the learner's weights are given to it after every update.
+        train_sampling: How a training step samples.
+        learner: Updates the parameters.
+        stream: The training tasks of each step.
+        export_dtype: What exported tensors have: one name, or a dtype for each tensor.
+        needs_gate: Whether the learner's log-probs are still to be compared with the engine's.
+        grad_norms: ``update/grad_norm`` of the last CV_WINDOW steps that have one.
+        nonfinite: Updates in a row that were skipped.
+        dropping: Updates in a row that went without some of their events.
+        shapes: Batch shapes that were compiled so far.
+    """
 
     engine: Engine
     train_sampling: SamplingConfig
@@ -64,8 +87,8 @@ class Parts(EvaluationParts):
     export_dtype: str | dict[str, np.dtype]
     needs_gate: bool = True
     grad_norms: list[float] = field(default_factory=list)
-    nonfinite: int = 0  # updates in a row that were skipped
-    dropping: int = 0  # and those that went without some of their events
+    nonfinite: int = 0
+    dropping: int = 0
     shapes: ShapeMemory = field(default_factory=ShapeMemory)
 
     def sync(self) -> None:
@@ -73,11 +96,19 @@ class Parts(EvaluationParts):
         self.engine.set_weights(self.learner.params, int(self.learner.state.updates))
 
     def compile_count(self) -> int:
+        """Programs that learner and engine have compiled so far."""
         return self.learner.compile_count() + self.engine.compile_count()
 
     def count_nonfinite(self, reports: Sequence[dict[str, Any]]) -> None:
-        """Raises NonFiniteGradients once too many updates in a row were skipped for a gradient that
-        is not finite, or went without events whose log-probs are not."""
+        """Counts updates that were skipped, or that went without some of their events, in a row.
+
+        Args:
+            reports: What the learner returned for each of the step's updates.
+
+        Raises:
+            NonFiniteGradients: More than learner.max_nonfinite in a row were skipped for a gradient
+                that is not finite, or dropped events whose log-probs are not.
+        """
         limit = self.recipe.learner.max_nonfinite
         for report in reports:
             skipped = not np.isfinite(report["grad_norm"])
@@ -115,10 +146,17 @@ def build_parts(
 ) -> Parts:
     """Loads and checks everything that training needs, cheap checks first.
 
-    ``starting`` is told what comes next; ``check`` is called between these parts and while episodes
-    run: what it raises abandons them.
+    Args:
+        recipe: The run's.
+        workflow: Instead of the recipe's own.
+        reward: Instead of the recipe's own.
+        starting: Told what comes next, for a progress display.
+        check: Called between these parts and while episodes run: what it raises abandons them.
 
-    Raises RecipeError, DataError or CheckpointError, each one line that names what is wrong.
+    Raises:
+        RecipeError: A key does not fit the machine, the model or the tasks; one line.
+        DataError: A file of tasks cannot be used.
+        CheckpointError: The model cannot be loaded.
     """
     if recipe.rollout.remote is not None:
         raise RecipeError(
@@ -160,8 +198,17 @@ def build_evaluation_parts(
     starting: Callable[[str], None] = lambda what: None,
     check: Callable[[], None] = lambda: None,
 ) -> EvaluationParts:
-    """Loads and checks everything that an evaluation needs; arguments and errors are those of
-    ``build_parts``, and RemoteEngineError where ``rollout.remote`` does not answer."""
+    """Loads and checks everything that an evaluation needs.
+
+    Args:
+        recipe: The evaluation's.
+        starting: As of ``build_parts``.
+        check: As of ``build_parts``.
+
+    Raises:
+        RemoteEngineError: The server of ``rollout.remote`` does not answer as it must.
+        RecipeError: As of ``build_parts``; likewise DataError and CheckpointError.
+    """
     begin = _beginner(starting, check)
     begin("reading tasks")
     workflow, reward = build_workflow(recipe), build_reward(recipe)
@@ -242,13 +289,20 @@ def _eval_sampling(recipe: Recipe) -> SamplingConfig:
 
 
 def export_dtype(recipe: Recipe, folder: Path) -> str | dict[str, np.dtype]:
-    """The recipe's, else what each tensor has in the checkpoint ``folder``, read before a run that
-    this folder may not outlast."""
+    """What exported tensors have: the recipe's dtype, else each tensor's own in the checkpoint.
+
+    It is read before the run, which the checkpoint's folder may not outlast.
+    """
     return recipe.model.export_dtype or stored_dtypes(folder)
 
 
 def learner_settings(recipe: Recipe, vocab_size: int) -> LearnerSettings:
-    """What the recipe says about the computation of an update."""
+    """What the recipe says about the computation of an update.
+
+    Args:
+        recipe: The run's.
+        vocab_size: Number of ids of the tokenizer; logits beyond them take no part.
+    """
     return LearnerSettings(
         objective=recipe.objective_config(), vocab_size=vocab_size,
         temperature=recipe.rollout.temperature, dtype=jnp.dtype(recipe.model.dtype),
@@ -258,8 +312,12 @@ def learner_settings(recipe: Recipe, vocab_size: int) -> LearnerSettings:
 
 
 def check_mesh(recipe: Recipe, mesh: Mesh) -> None:
-    """Raises RecipeError where the learner's mesh does not divide its micro-batches, or the recipe
-    insists on a kernel that its devices lack."""
+    """Checks that the learner's mesh can compute its micro-batches.
+
+    Raises:
+        RecipeError: It does not divide them, or the recipe insists on a kernel that its devices
+            lack.
+    """
     if recipe.learner.micro_batch_rows % batch_shards(mesh):
         raise RecipeError(
             f"learner.micro_batch_rows is {recipe.learner.micro_batch_rows}, not a multiple of the "

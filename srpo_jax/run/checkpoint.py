@@ -41,6 +41,10 @@ class Checkpoints:
 
     Saving is asynchronous; a checkpoint that a kill cut short is never seen again. A save that
     failed is raised by the next call, as CheckpointFailed.
+
+    Args:
+        folder: Made where there is none.
+        keep: How many checkpoints stay; older ones are removed.
     """
 
     def __init__(self, folder: str | Path, keep: int):
@@ -65,7 +69,17 @@ class Checkpoints:
         return None if newest is None else newest.step
 
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
-        """Starts saving ``state`` under ``step``; ``meta`` is a small JSON-able record."""
+        """Starts saving; returns once the arrays may change.
+
+        Args:
+            step: The checkpoint's number. One that is there is replaced.
+            state: A pytree of arrays.
+            meta: A small record that JSON can hold.
+
+        Raises:
+            CheckpointFailed: The save before this one failed, or this one cannot begin (the disk
+                has too little space).
+        """
         self.wait()
         with self._saved_as(step):
             # What is written is compressed, by little; half of it will certainly not do.
@@ -107,11 +121,19 @@ class Checkpoints:
             ) from error
 
     def load(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """The state of ``step`` with the shapes, dtypes and shardings of ``like``, and its meta.
+        """Reads one checkpoint.
 
-        Raises DamagedCheckpoint where a file's checksum is not the one written with it. One without
-        checksums (killed right after its save, or of an older version) is damaged if it does not
-        load.
+        Args:
+            step: Its number.
+            like: A pytree whose shapes, dtypes and shardings the state gets.
+
+        Returns:
+            The state and its meta.
+
+        Raises:
+            DamagedCheckpoint: A file's checksum is not the one written with it. A checkpoint
+                without checksums (killed right after its save, or of an older version) is damaged
+                if it does not load.
         """
         self.wait()
         folder = self._folder / str(step)
@@ -130,10 +152,17 @@ class Checkpoints:
     def load_newest(
         self, like: Any, on_damage: Callable[[str], None]
     ) -> tuple[int, Any, dict[str, Any]] | None:
-        """The newest good checkpoint as (step, state, meta); None if nothing was ever saved.
+        """Reads the newest intact checkpoint.
 
-        ``on_damage`` is told of each newer one that is damaged, which is put aside. Raises
-        CheckpointFailed where all are.
+        Args:
+            like: As of ``load``.
+            on_damage: Told, in one line, of each newer one that is damaged and was put aside.
+
+        Returns:
+            Its step, state and meta; None if nothing was ever saved.
+
+        Raises:
+            CheckpointFailed: All are damaged.
         """
         while (step := self.latest) is not None:
             try:
@@ -144,7 +173,7 @@ class Checkpoints:
         if damaged := sorted(self._folder.glob(f"*{DAMAGED}")):
             names = ", ".join(path.name for path in damaged)
             raise CheckpointFailed(
-                f"{self._folder}: no good checkpoint is left ({names}); remove "
+                f"{self._folder}: no intact checkpoint is left ({names}); remove "
                 f"{self._folder.parent} to start over"
             )
         return None
@@ -173,6 +202,7 @@ class Checkpoints:
 
 
 def tree_bytes(state: Any) -> int:
+    """Bytes of all arrays of a pytree."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
@@ -183,7 +213,14 @@ def checksums(folder: Path) -> dict[str, list[int]]:
 
 
 def verify(folder: Path) -> bool:
-    """Whether ``folder`` has checksums. Raises DamagedCheckpoint unless they are right."""
+    """Compares a checkpoint's files with its checksums.
+
+    Returns:
+        Whether there are checksums to compare with.
+
+    Raises:
+        DamagedCheckpoint: A file is missing or is not the one that was written.
+    """
     path = folder / CHECKSUMS
     if not path.exists():
         return False

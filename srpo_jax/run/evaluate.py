@@ -24,11 +24,19 @@ def evaluate(
     progress: RunProgress | None = None,
     keep: Callable[[str, Sequence[EpisodeResult]], object] = lambda name, episodes: None,
 ) -> dict[str, BenchmarkResult]:
-    """Every benchmark of the recipe, sampled with keys that depend on the evaluation seed alone.
-    ``keep`` gets the episodes of each as soon as they are done.
+    """Runs every benchmark of the recipe.
 
-    Raises TrainingFailed where no episode of any benchmark was graded, with the first one's cause,
-    and where a server fails more than rollout.max_failed_fraction of a benchmark.
+    Args:
+        parts: What evaluates. Request keys depend on the evaluation's seed alone.
+        progress: Shows the episodes as they end.
+        keep: Gets the name and the episodes of each benchmark as soon as they are done.
+
+    Returns:
+        Verdicts and costs of each benchmark, by its name.
+
+    Raises:
+        TrainingFailed: No episode of any benchmark was graded (the first one's cause is said), or a
+            server failed more than rollout.max_failed_fraction of a benchmark.
     """
     config = parts.recipe.evaluation
     progress = progress or RunProgress(0, 0, None)
@@ -59,8 +67,15 @@ def evaluate(
 def benchmark_result(
     tasks: Sequence[Task], episodes: Sequence[EpisodeResult], samples: int
 ) -> BenchmarkResult:
-    """[tasks, samples] verdicts and costs. An episode that failed or whose grade is undecided
-    counts as wrong, and apart."""
+    """Verdicts and costs, each [tasks, samples].
+
+    An episode that failed or whose grade is undecided counts as wrong, and apart.
+
+    Args:
+        tasks: The benchmark's.
+        episodes: Those of the first task, then those of the second, and so on.
+        samples: Episodes of each task.
+    """
     correct = np.array([bool(r.episode and r.episode.correct) for r in episodes])
     costs = [_cost(r) for r in episodes]
     return BenchmarkResult(
@@ -99,8 +114,17 @@ def evaluation_metrics(results: Mapping[str, BenchmarkResult]) -> dict[str, floa
 
 
 def check_failures(results: Sequence[EpisodeResult], limit: float) -> None:
-    """Raises TrainingFailed where more than ``limit`` of the episodes failed. Those whose grade is
-    undecided are none of them: what they say is about the grader."""
+    """Bounds the share of episodes that failed.
+
+    Those whose grade is undecided are none of them: what they say is about the grader.
+
+    Args:
+        results: All episodes of a step or a benchmark.
+        limit: The share that may fail, from 0 to 1.
+
+    Raises:
+        TrainingFailed: More did.
+    """
     failed = [r for r in results if r.failed]
     if len(failed) > limit * len(results):
         raise TrainingFailed(

@@ -58,10 +58,20 @@ def evaluation_recipe(
     folder: Path | None = None,
     out: str | None = None,
 ) -> Recipe:
-    """Checks a recipe for an evaluation: keys of training may be missing, and all of them get one
-    value, so that two recipes which differ in nothing else are the same evaluation.
+    """Checks a recipe for an evaluation.
 
-    ``out``: the evaluation's folder (None: runs/NAME_eval). Raises RecipeError.
+    Keys of training may be missing, and all of them get one value, so that two recipes which differ
+    in nothing else are the same evaluation.
+
+    Args:
+        content: The recipe's sections, as a file holds them.
+        overrides: Changes, ``key.path=value``.
+        where: What messages call the recipe.
+        folder: Where paths of the recipe are looked up first.
+        out: The evaluation's folder; None: runs/NAME_eval.
+
+    Raises:
+        RecipeError: A key is wrong, or no benchmark is named; one line.
     """
     filled = dict(content)
     for section, keys in _TRAINING.items():
@@ -89,11 +99,18 @@ def evaluation_recipe(
 def model_content(
     model: str, tasks: Sequence[str], workflow: str, samples: int, max_position: int
 ) -> dict[str, Any]:
-    """The content of a recipe that evaluates ``model`` on ``tasks``, each NAME or FILE with an
-    optional ``:size``. A call is as long as ``max_position`` and LONGEST allow, a quarter of that
-    the response.
+    """The content of a recipe that evaluates a model without one.
 
-    Raises RecipeError for two tasks of one name.
+    Args:
+        model: Its folder or hub name.
+        tasks: Benchmarks, each NAME or FILE with an optional ``:size``.
+        workflow: A built-in one's name, or ``FILE.py:NAME``.
+        samples: Episodes of each task.
+        max_position: The model's. A call is as long as this and LONGEST allow, a quarter of it the
+            response.
+
+    Raises:
+        RecipeError: Two tasks have one name.
     """
     benchmarks: dict[str, dict[str, Any]] = {}
     for text in tasks:
@@ -128,7 +145,11 @@ def model_content(
 
 
 def check_folder(recipe: Recipe) -> None:
-    """Refuses a folder that holds something else, or the evaluation of something else."""
+    """Checks that the evaluation's folder is free or holds the same evaluation.
+
+    Raises:
+        RecipeError: It holds something else, or the evaluation of something else.
+    """
     folder = recipe.run_dir
     if os.path.lexists(folder) and not folder.is_dir():
         raise RecipeError(f"{folder}: a folder is due here, for the evaluation; give another --out")
@@ -148,9 +169,18 @@ def evaluate_and_keep(
     """Evaluates the model of an :func:`evaluation_recipe` and keeps the results in its folder.
 
     Episodes are written benchmark by benchmark: the first one's as those of step 0, and so on.
-    ``check`` is called again and again: what it raises abandons the evaluation.
 
-    Raises RecipeError, DataError, CheckpointError or TrainingFailed, each one line.
+    Args:
+        recipe: What ``evaluation_recipe`` made.
+        console: Where progress is shown; None: stderr.
+        check: Called again and again: what it raises abandons the evaluation.
+
+    Returns:
+        Verdicts and costs of each benchmark, by its name.
+
+    Raises:
+        RecipeError: As of ``build_evaluation_parts``; likewise DataError and CheckpointError.
+        TrainingFailed: As of ``evaluate``.
     """
     from srpo_jax.rollout.transcript import episode_transcript
     from srpo_jax.run.build import build_evaluation_parts
@@ -184,7 +214,7 @@ def evaluate_and_keep(
 
 
 def summary(recipe: Recipe, results: Mapping[str, BenchmarkResult]) -> dict[str, Any]:
-    """What ``evaluation.json`` holds; figures that there are not are null."""
+    """What ``evaluation.json`` holds; a figure that is not finite is null."""
     rows = {
         name: {
             "tasks": len(r.correct), "samples": r.correct.shape[1], "avg": r.avg,

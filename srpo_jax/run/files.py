@@ -24,7 +24,8 @@ def naming(path: str | Path) -> Iterator[None]:
 def write_whole(path: Path, data: bytes | str) -> None:
     """Writes a file so that a reader, or who comes after a kill, sees the old one or the new one.
 
-    Raises OSError that names the file; the old one is then still there.
+    Raises:
+        OSError: It names the file; the old one is still there.
     """
     partial = path.with_name(path.name + ".partial")
     with naming(path):

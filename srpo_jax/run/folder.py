@@ -31,9 +31,12 @@ class RunFolderBusy(RuntimeError):
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds the run folder for this process alone. Raises RunFolderBusy, naming who holds it.
+    """Holds the run folder for this process alone.
 
     The kernel frees the lock when its process ends, however it ends.
+
+    Raises:
+        RunFolderBusy: Another process holds it; the message names it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
@@ -63,8 +66,12 @@ def _owner(path: Path) -> str:
 
 
 def check_run_folder(recipe: Recipe) -> None:
-    """Refuses to mix two recipes in one run folder, to start over where a run lies, and to write
-    over what is no run's. Raises RecipeError."""
+    """Checks that the recipe's run may use its folder.
+
+    Raises:
+        RecipeError: The folder holds a run of another recipe, or a run although
+            ``trainer.resume`` is off, or something that is no run's.
+    """
     folder = recipe.run_dir
     for name in _FOLDERS:
         if (folder / name).exists() and not (folder / name).is_dir():
@@ -89,7 +96,12 @@ def check_run_folder(recipe: Recipe) -> None:
 def record_run(recipe: Recipe, model_folder: Path) -> None:
     """Writes what the run consists of: its recipe, and fingerprints of the files that it names.
 
-    Raises RecipeError where a run that was begun here had a file of another content.
+    Args:
+        recipe: The run's.
+        model_folder: The local folder of its checkpoint.
+
+    Raises:
+        RecipeError: A run that was begun here had a file of another content, or one more.
     """
     folder, files = recipe.run_dir, named_files(recipe, model_folder)
     saved, path = {}, folder / FILES
@@ -117,8 +129,16 @@ def record_run(recipe: Recipe, model_folder: Path) -> None:
 
 
 def recorded_model(folder: Path) -> Path | None:
-    """The checkpoint folder that the run in ``folder`` was begun with, which its recipe may name
-    from another working folder; None where that is not recorded or not there any more."""
+    """The checkpoint folder that a run was begun with.
+
+    The run's recipe may name it from another working folder.
+
+    Args:
+        folder: The run's.
+
+    Returns:
+        None where it is not recorded, or not there any more.
+    """
     try:
         config = Path(json.loads((folder / FILES).read_text())["model/config.json"]["path"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -127,8 +147,15 @@ def recorded_model(folder: Path) -> Path | None:
 
 
 def named_files(recipe: Recipe, model_folder: Path) -> dict[str, Path]:
-    """The files that decide what a run does, by the key that names them: tasks, a user's code, a
-    corpus, and the checkpoint's."""
+    """The files that decide what a run does: tasks, a user's code, a corpus, the checkpoint's.
+
+    Args:
+        recipe: The run's.
+        model_folder: The local folder of its checkpoint.
+
+    Returns:
+        Each by the recipe key that names it; those of the checkpoint by ``model/FILE``.
+    """
     named = {"tasks.train": recipe.tasks.train.path, "workflow": recipe.workflow.path}
     named |= {f"tasks.eval.{name}": spec.path for name, spec in recipe.tasks.eval.items()}
     if recipe.reward is not None:

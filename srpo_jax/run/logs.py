@@ -30,6 +30,9 @@ class MetricLogger:
     """Appends one flat row of numbers a step to ``metrics.jsonl`` and to TensorBoard (``tb/``).
 
     Floats are written so that they read back to the same bits; NaN and infinity become null.
+
+    Args:
+        run_dir: The run's folder, made where there is none.
     """
 
     def __init__(self, run_dir: str | Path):
@@ -39,8 +42,15 @@ class MetricLogger:
         self._purge_step: int | None = None
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Writes a step's metrics: Python numbers, or numpy and jax scalars. Raises OSError that
-        names the file."""
+        """Writes a step's metrics.
+
+        Args:
+            step: Complete steps.
+            metrics: Python numbers, or numpy and jax scalars.
+
+        Raises:
+            OSError: It names the file.
+        """
         row = {"step": step} | plain_row(metrics)
         path = self._dir / METRICS_FILE
         with naming(path), open(path, "a", encoding="utf-8") as file:
@@ -59,6 +69,7 @@ class MetricLogger:
         self._purge_step = step + 1
 
     def close(self) -> None:
+        """Closes the event file; another ``log`` begins a new one."""
         events, self._events = self._events, None
         if events is not None:
             events.close()
@@ -101,8 +112,9 @@ class _EventFile:
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """The rows of a run, in the order written. A last line cut by a kill is left out.
 
-    Raises FileNotFoundError where the folder holds no metrics, RunFileError for a line that is no
-    row of numbers with its step.
+    Raises:
+        FileNotFoundError: The folder holds no metrics.
+        RunFileError: A line is no row of numbers with its step.
     """
     path = Path(run_dir) / METRICS_FILE
     if not path.exists():
@@ -131,7 +143,15 @@ class EpisodeWriter:
         self._dir = Path(run_dir) / EPISODES_FOLDER
 
     def write(self, step: int, episodes: Iterable[Mapping[str, Any]]) -> Path:
-        """Writes a step's episodes at once: a reader sees the whole file or none."""
+        """Writes a step's episodes at once: a reader sees the whole file or none.
+
+        Args:
+            step: Names the file.
+            episodes: Records as above; they hold what JSON can.
+
+        Returns:
+            The file.
+        """
         self._dir.mkdir(parents=True, exist_ok=True)
         text = "".join(json.dumps(episode, ensure_ascii=False) + "\n" for episode in episodes)
         path = self._dir / f"step_{step:06d}.jsonl.zst"
@@ -152,7 +172,11 @@ def episode_steps(run_dir: str | Path) -> list[int]:
 
 
 def read_episodes(run_dir: str | Path, step: int) -> Iterator[dict[str, Any]]:
-    """The episodes of one step. Raises RunFileError for a file or a line that holds none."""
+    """The episodes of one step, in the order written.
+
+    Raises:
+        RunFileError: The file, or a line of it, holds none.
+    """
     path = Path(run_dir) / EPISODES_FOLDER / f"step_{step:06d}.jsonl.zst"
     for number, line in enumerate(_lines(path), 1):
         yield _episode(line, f"{path}:{number}")
@@ -161,7 +185,8 @@ def read_episodes(run_dir: str | Path, step: int) -> Iterator[dict[str, Any]]:
 def find_episode(run_dir: str | Path, episode_id: str) -> dict[str, Any] | None:
     """The episode with this id, the latest step first; None if there is none.
 
-    Raises RunFileError as :func:`read_episodes`.
+    Raises:
+        RunFileError: As of :func:`read_episodes`.
     """
     needle = json.dumps(episode_id, ensure_ascii=False)
     for _, path in reversed(_episode_files(Path(run_dir))):
@@ -174,8 +199,18 @@ def find_episode(run_dir: str | Path, episode_id: str) -> dict[str, Any] | None:
 
 
 def write_verdicts(run_dir: str | Path, step: int, verdicts: Mapping[str, np.ndarray]) -> Path:
-    """Keeps an evaluation's verdicts, [tasks, samples] bool for each benchmark, as
-    ``evaluations/step_000010.json``: paired comparisons between steps and runs need them all."""
+    """Keeps an evaluation's verdicts as ``evaluations/step_000010.json``.
+
+    Paired comparisons between steps and runs need them all.
+
+    Args:
+        run_dir: The run's folder.
+        step: Complete steps.
+        verdicts: [tasks, samples] bool for each benchmark.
+
+    Returns:
+        The file.
+    """
     folder = Path(run_dir) / VERDICTS_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step_{step:06d}.json"
@@ -185,9 +220,13 @@ def write_verdicts(run_dir: str | Path, step: int, verdicts: Mapping[str, np.nda
 
 
 def read_verdicts(run_dir: str | Path) -> dict[int, dict[str, np.ndarray]]:
-    """The verdicts of every evaluation of a run, by step, ascending.
+    """The verdicts of every evaluation of a run.
 
-    Raises RunFileError for a file that does not hold them.
+    Returns:
+        [tasks, samples] bool for each benchmark, by step, ascending.
+
+    Raises:
+        RunFileError: A file does not hold them.
     """
     verdicts: dict[int, dict[str, np.ndarray]] = {}
     for step, path in _step_files(Path(run_dir) / VERDICTS_FOLDER, ".json"):

@@ -14,8 +14,16 @@ from srpo_jax.recipe.recipe import Recipe
 
 
 def apply_truncation(events: Sequence[Event], policy: str) -> list[Event]:
-    """What happens to members that the length limit cut: keep, penalise as malformed, or drop the
-    whole event (as incomplete)."""
+    """Applies ``rollout.truncated`` to the members that the length limit cut.
+
+    Args:
+        events: The step's.
+        policy: "keep" leaves them, "penalise" calls them malformed, "drop_event" takes them out,
+            so that their events are incomplete.
+
+    Returns:
+        The events in their order, new ones where a member changed.
+    """
     if policy == "keep":
         return list(events)
     changed = []
@@ -41,10 +49,17 @@ def split_minibatches(
     advantages: Sequence[np.ndarray],
     shapes: ShapeMemory | None = None,
 ) -> list[EventBatch]:
-    """The step's events in ``updates_per_batch`` event-atomic parts, drawn by seed and step.
+    """Splits a step's events into mini-batches; no event is divided.
 
     Where the loss is the surrogate alone, events without an advantage are counted but not
     computed.
+
+    Args:
+        recipe: ``learner.updates_per_batch`` is the number of mini-batches; the seed draws them.
+        step: Draws them too.
+        events: Complete ones.
+        advantages: [K] floats for each of them.
+        shapes: Remembers the shapes of batches, so that later ones take the same programs.
     """
     objective = recipe.objective_config()
     parts = min(recipe.learner.updates_per_batch, len(events))
@@ -69,7 +84,13 @@ def split_minibatches(
 
 
 def epoch_orders(recipe: Recipe, step: int, batches: int) -> list[list[int]]:
-    """The order of the mini-batches in every epoch: as they are first, then drawn by seed, step."""
+    """The order of the mini-batches in every epoch: as they are first, then drawn by seed, step.
+
+    Args:
+        recipe: Its seed and ``learner.epochs``.
+        step: The training step.
+        batches: The number of mini-batches.
+    """
     rng = np.random.default_rng([recipe.seed, step, 1])
     rest = [rng.permutation(batches).tolist() for _ in range(recipe.learner.epochs - 1)]
     return [list(range(batches)), *rest]

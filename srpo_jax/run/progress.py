@@ -46,7 +46,15 @@ class _Phase:
 class RunProgress:
     """A context manager around a run's progress display.
 
-    ``clock`` gives seconds, ``every`` is the longest silence where there is no terminal.
+    Args:
+        steps: Training steps of the whole run; 0: an evaluation alone.
+        start: Those that are complete.
+        console: Where it is shown; None: stderr.
+        clock: Gives seconds.
+        every: The longest silence, in seconds, where there is no terminal.
+
+    Attributes:
+        generated: Gives the tokens generated so far, by any phase.
     """
 
     def __init__(
@@ -67,7 +75,7 @@ class RunProgress:
         self._phase: _Phase | None = None
         self._starting: str | None = None
         self._warned: dict[str, int] = {}
-        self.generated: Callable[[], int] = lambda: 0  # tokens generated so far, by any phase
+        self.generated: Callable[[], int] = lambda: 0
         self._over = threading.Event()
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -108,7 +116,16 @@ class RunProgress:
 
     @contextlib.contextmanager
     def phase(self, name: str, total: int, unit: str = "episodes") -> Iterator[Callable[[], None]]:
-        """One part of a step, of ``total`` units; yields the function that advances it by one."""
+        """Shows one part of a step.
+
+        Args:
+            name: What it is called.
+            total: How many units it has.
+            unit: What these are.
+
+        Yields:
+            The function that advances it by one.
+        """
         self._starting = None
         self._phase = phase = _Phase(name, total, unit, self._clock(), self._tokens())
         task = self._progress.add_task(f"  {name}", total=total, rate="")
@@ -125,7 +142,12 @@ class RunProgress:
             self._progress.remove_task(task)
 
     def step(self, done: int, metrics: Mapping[str, float]) -> None:
-        """Advances the run's bar and prints the step's figures."""
+        """Advances the run's bar and prints the step's figures.
+
+        Args:
+            done: Steps that are complete.
+            metrics: Those of the last one.
+        """
         now = self._clock()
         # The first step of a process compiles its programs: it counts while there is no other.
         recent = [] if self._timed == 1 else self._step_seconds
@@ -147,11 +169,17 @@ class RunProgress:
             self._progress.update(self._task, completed=done)
 
     def note(self, text: str) -> None:
+        """Prints a line."""
         self._said = self._clock()
         self._console.print(text, markup=False, soft_wrap=True)
 
     def warn(self, kind: str, text: str) -> None:
-        """Says a warning once, and again after many steps if it still comes."""
+        """Says a warning once, and again after REPEAT_WARNING steps if it still comes.
+
+        Args:
+            kind: What is not said again and again.
+            text: One line.
+        """
         last = self._warned.get(kind)
         if last is None or self._done - last >= REPEAT_WARNING:
             self._warned[kind] = self._done

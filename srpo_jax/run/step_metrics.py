@@ -28,6 +28,11 @@ def rollout_metrics(
     All but the counts of ``complete`` and ``dropped`` events is of the episodes as they ended,
     before ``rollout.truncated`` drops an event or calls it malformed: what training leaves out
     would leave its lengths and its cuts out of sight.
+
+    Args:
+        results: The step's episodes.
+        complete: Events that training can use, after truncation.
+        dropped: The others.
     """
     episodes = [r.episode for r in results if r.episode is not None]
     scored = [e for e in episodes if np.isfinite(e.reward)]
@@ -80,6 +85,11 @@ def row_metrics(
 
     trained; zero_advantage: counted but not computed; incomplete: of an event that misses a member;
     draft: of no event; failed: of an episode that failed or whose grade is undecided.
+
+    Args:
+        results: The step's episodes.
+        complete: Events that training can use, after truncation.
+        batches: The mini-batches made of them.
     """
     ended = [(r.episode, r.team) for r in results if r.episode is not None]
     of_events = sum(len(event.members) for episode, _ in ended for event in episode.events)
@@ -105,9 +115,12 @@ def update_metrics(
     ratio, or tokens. Events without an advantage count as unclipped; where they were not computed,
     ratios and the KL between the policies are those of the others.
 
-    ``past_norms``: ``update/grad_norm`` of the steps before, where it is a number: the coefficient
-    of variation is that of one value for each training step, the mean over its applied updates.
-    A batch without a complete event makes no step: that counts as a skipped one.
+    Args:
+        reports: What the learner returned for each optimiser step. None at all (a batch without a
+            complete event) counts as a skipped one.
+        past_norms: ``update/grad_norm`` of the steps before, where it is a number: the coefficient
+            of variation is that of one value for each training step, the mean over its applied
+            updates.
     """
     if not reports:
         return {

@@ -38,21 +38,30 @@ def no_end() -> None:
 class StopRequest:
     """A context manager: while it is entered, SIGTERM and SIGINT ask the run to stop.
 
-    ``owns_process``: a command's own process. It ends with code 75 after ``grace`` seconds even
-    where the main thread cannot (it compiles, or waits in a call), and at once on a second signal.
-    Without, the process is the caller's (a notebook's): a second signal raises KeyboardInterrupt.
     Outside the main thread there are no handlers: the caller calls ``ask``.
+
+    Args:
+        owns_process: A command's own process: it ends with code 75 after ``grace`` seconds even
+            where the main thread cannot (it compiles, or waits in a call), and at once on a second
+            signal. Else it is the caller's (a notebook's): a second signal raises
+            KeyboardInterrupt.
+        grace: Seconds.
+
+    Attributes:
+        requested: Whether the run was asked to stop.
+        on_end: Called before the process ends in the main thread's place: saves what there is.
     """
 
     def __init__(self, *, owns_process: bool = False, grace: float = GRACE):
         self.requested = False
-        self.on_end: Callable[[], None] = no_end  # saves what there is before the process ends
+        self.on_end: Callable[[], None] = no_end
         self._owns_process, self._grace = owns_process, grace
         self._previous: dict[int, Any] = {}
         self._busy = threading.RLock()  # held by who must not be cut off, and by who ends it all
         self._wakeup: tuple[socket.socket, int] | None = None  # and the one before it
 
     def ask(self) -> None:
+        """Asks the run to stop, as a signal does."""
         self.requested = True
 
     def check(self) -> None:

@@ -20,11 +20,12 @@ def update_diagnostics(
 ) -> dict[str, float]:
     """Both groups of figures by name.
 
-    log_ratio         [E] floating, L_e
-    event_size        [E] integer, K_e; 0 leaves the event out
-    event_tokens      [E] integer, generated tokens of all its members
-    member_log_ratio  [R] floating, l_j
-    row_event         [R] integer, the event of each member; padding rows hold E
+    Args:
+        log_ratio: [E] floating, L_e.
+        event_size: [E] integer, K_e; 0 leaves the event out.
+        event_tokens: [E] integer, generated tokens of all its members.
+        member_log_ratio: [R] floating, l_j.
+        row_event: [R] integer, the event of each member; padding rows hold E.
     """
     return ratio_quantiles(log_ratio, event_size, event_tokens) | member_covariance(
         member_log_ratio, row_event, event_size
@@ -34,8 +35,14 @@ def update_diagnostics(
 def ratio_quantiles(
     log_ratio: np.ndarray, event_size: np.ndarray, event_tokens: np.ndarray
 ) -> dict[str, float]:
-    """``update/ratio_k3_p50``: the median of exp(L_e) over the events of 3 members.
-    ``update/ratio_tokens_128_p95``: the 95 % quantile over events of 128 to 255 tokens."""
+    """Quantiles of the event ratio exp(L_e), by cardinality and by length.
+
+    Arguments are those of ``update_diagnostics``.
+
+    Returns:
+        ``update/ratio_k3_p50``: the median over the events of 3 members.
+        ``update/ratio_tokens_128_p95``: the 95 % quantile over events of 128 to 255 tokens.
+    """
     real = event_size > 0
     # The bound keeps exp finite: beyond it the objective holds the exponent as well.
     ratio = np.exp(np.clip(log_ratio[real].astype(np.float64), -20, 20))
@@ -62,6 +69,7 @@ def member_covariance(
     is the sample variance of L_e = K^(-1/2) sum_j l_j less the first, which is the sum over the
     off-diagonal of the sample covariance matrix over K. Both are unbiased for independent events,
     whether or not the members are exchangeable, and add up to the variance of L_e exactly.
+    Arguments are those of ``update_diagnostics``.
     """
     num_events = len(event_size)
     rows = np.bincount(row_event, minlength=num_events + 1)[:num_events]

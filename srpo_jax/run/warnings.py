@@ -21,7 +21,18 @@ def step_warnings(
     grad_norm: float | None,
     grad_clip: float | None,
 ) -> dict[str, str]:
-    """Kind of warning -> its text. ``advantages`` holds [K] floats for each of ``events``."""
+    """Finds what the user of a run should know.
+
+    Args:
+        results: The step's episodes.
+        events: Those that were trained on.
+        advantages: [K] floats for each of them.
+        grad_norm: Mean gradient norm of the step's updates, before clipping; None: no update.
+        grad_clip: The limit that it is clipped to; None: none.
+
+    Returns:
+        The text of each warning, one line, by its kind.
+    """
     found = {}
     members = [m for r in results for m in r.team.members.values()]
     cut = _share([m.stop_reason == "length" for m in members])
