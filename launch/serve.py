@@ -62,22 +62,22 @@ def main(argv: list[str] | None = None) -> int:
 
     from srpo_jax.engine.server import CompletionServer
 
-    path, revision, settings = args.model, None, None
-    if path.endswith((".yaml", ".yml")):
+    name, revision, settings = args.model, None, None
+    if name.endswith((".yaml", ".yml")):
         from srpo_jax.recipe.recipe import load_recipe
         from srpo_jax.run.build_engine import engine_settings
 
-        recipe = load_recipe(path)
-        path, revision = recipe.checkpoint, recipe.model.revision
+        recipe = load_recipe(name)
+        name, path, revision = recipe.model.path, recipe.checkpoint, recipe.model.revision
         settings = engine_settings(recipe)
     else:
         from srpo_jax.recipe.paths import find_model
 
-        path = find_model(path)
+        path = find_model(name)
     listener, access = open_http(parser, args)  # first: a model may take minutes to load
     with listener:
         engine, tokenizer = start_engine(parser, args, path, revision, settings)
-        server = CompletionServer(engine, tokenizer, str(Path(path)), listener, access)
+        server = CompletionServer(engine, tokenizer, str(Path(name)), listener, access)
         print(
             f"{server.name} in {engine.dtype}, {engine.slots} slots of {engine.cache_tokens} "
             f"tokens, POST {server.url}/v1/completions",

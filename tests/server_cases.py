@@ -60,7 +60,7 @@ def serving(engine, tokenizer, **options):
 
 
 def remote_of(url, **options):
-    options = {"model": "tiny", "version": VERSION, "timeout": 20.0, "backoff": 0.01} | options
+    options = {"model": "tiny", "version": VERSION, "timeout": 60.0, "backoff": 0.01} | options
     return RemoteEngine(url, **options)
 
 
@@ -71,7 +71,7 @@ def new_request(number=0, **options):
 
 
 def ask(server, method, path, body=None, headers=None):
-    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=20)
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
     data = json.dumps(body) if isinstance(body, dict) else body
     connection.request(method, path, data, headers or {})
     response = connection.getresponse()

@@ -94,20 +94,25 @@ def test_the_command_serves_and_ends_cleanly():
 
 def served(*options):
     """The engine that the command builds for its arguments."""
-    engines = []
+    return served_as(*options)[0]
+
+
+def served_as(*options):
+    """That engine, and the model's name."""
+    found = []
 
     class Stop(Exception):
         pass
 
-    def keep(engine, *_):
-        engines.append(engine)
+    def keep(engine, tokenizer, name, *_):
+        found.append((engine, name))
         raise Stop
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(completion_server, "CompletionServer", keep)
         with pytest.raises(Stop):
             serve.main([*map(str, options), "--port", "0"])
-    return engines[0]
+    return found[0]
 
 
 def cache_tokens(engine):
@@ -144,6 +149,10 @@ class TestWhatIsBuilt:
         assert (engine.dtype, engine.slots, engine.cache_tokens) == (jnp.bfloat16, 3, 96 + 6)
         assert cache_tokens(engine) == 512
         assert engine.stats["decode_steps"] == 1  # the first step is taken
+
+    def test_the_model_is_called_as_the_user_calls_it(self, monkeypatch):
+        monkeypatch.chdir(ROOT)
+        assert served_as("assets/tiny_team/", "--cache-tokens", 64)[1] == "assets/tiny_team"
 
     def test_options_take_precedence(self, recipe):
         engine = served(recipe(), "--dtype", "float32", "--slots", "2", "--cache-tokens", "64")
