@@ -46,8 +46,8 @@ def main(argv: list[str] | None = None) -> int:
         "--topology", required=True, metavar="TPU:AxB", help="v5e:4x4, v6e:4x4, v5p:2x2x2, ..."
     )
     args = parser.parse_args(argv)
+    _silence_libtpu()
     recipe = load_recipe(args.recipe, args.overrides)
-    _quieten_libtpu()
     from models.known_configs import find_architecture
 
     generation = tpu_generation(args.topology)
@@ -165,8 +165,8 @@ def check(
     return int(left < 0 or refused is not None)
 
 
-def _quieten_libtpu() -> None:
-    """To be called before jax is imported."""
+def _silence_libtpu() -> None:
+    """Sets what libtpu and jax read when they are imported: call it before jax is in."""
     for name, value in LIBTPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not os.environ.get("TPU_LIBRARY_PATH"):
