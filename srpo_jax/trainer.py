@@ -17,6 +17,7 @@ from srpo_jax.advantage import row_advantages
 from srpo_jax.events import split_complete
 from srpo_jax.learner.batch import ShapeMemory
 from srpo_jax.learner.optimizer import last_rate
+from srpo_jax.recipe.presets import preset_changes
 from srpo_jax.recipe.recipe import Recipe
 from srpo_jax.rollout.rollout import EpisodePlan, EpisodeResult
 from srpo_jax.rollout.transcript import episode_transcript
@@ -56,6 +57,8 @@ def run(
         stop.on_end = lambda: progress.note("stopped while starting; the same command resumes")
         try:
             check_run_folder(recipe)
+            if (changes := preset_changes(recipe, own_workflow=workflow is not None)) is not None:
+                progress.note(changes)
             parts = build_parts(
                 recipe, workflow=workflow, reward=reward,
                 starting=progress.starting, check=stop.check,

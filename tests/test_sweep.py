@@ -24,6 +24,7 @@ from launch.sweep import (
     seed_table,
 )
 from srpo_jax.recipe.errors import RecipeError
+from srpo_jax.recipe.plugins import build_workflow
 from srpo_jax.recipe.recipe import load_recipe
 
 RECIPE = """
@@ -138,6 +139,26 @@ def test_members_are_recipes(sweep):
     assert recipe.advantage.group == ["task"] and recipe.run_dir == members[1].out
     assert members[1].target == 7
     assert members[1].setting == "objective.set_reduction=sum,optimizer.lr=1e-06"
+
+
+def test_a_members_preset_comes_before_its_keys_and_over_the_recipe(sweep):
+    recipe = Path("tiny.yaml")
+    recipe.write_text(
+        RECIPE.replace("workflow: math", "workflow: {name: math, args: {solvers: 5, rounds: 3}}")
+        + "objective: {preset: gspo, clip_low: 0.1}\nadvantage: {scale: none}\n"
+    )
+    _, members = sweep(
+        "grid: {objective.preset: [srpo, dr_mas], workflow.args.preset: [dr_mas, null]}\n"
+        "set: {objective.dual_clip: null, objective.clip_high: 0.4, workflow.args.rounds: 4}"
+    )
+    loaded = [load_recipe(member.recipe, member.overrides) for member in members]
+    configs = [r.objective_config() for r in loaded]
+    assert [c.ratio_unit for c in configs] == ["event", "event", "token", "token"]
+    assert {(c.clip_low, c.clip_high, c.dual_clip) for c in configs} == {(0.2, 0.4, None)}
+    assert {r.advantage_config().scale for r in loaded} == {"std"}
+    # The recipe's five solvers belong to no preset, null included.
+    assert [build_workflow(r).solvers for r in loaded] == [1, 3, 1, 3]
+    assert {build_workflow(r).rounds for r in loaded} == {4}
 
 
 def test_equal_last_words_keep_their_path(sweep):

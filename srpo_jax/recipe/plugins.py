@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -63,7 +63,7 @@ def make_workflow(
     it.
     """
     cls, args = workflow_class(config, folder), dict(config.args)
-    keywords, build = _keywords(cls), cls
+    keywords, build = keywords_of(cls), cls
     if "preset" in args and hasattr(cls, "preset"):
         preset = args.pop("preset")
         build = cls if preset is None else partial(cls.preset, preset)
@@ -148,7 +148,10 @@ def check_reward(function: Any, where: str = "reward") -> Callable[..., Any]:
 
 
 def call_with_args(
-    function: Callable[..., Any], args: Mapping[str, Any], keywords: set[str] | None, where: str
+    function: Callable[..., Any],
+    args: Mapping[str, Any],
+    keywords: Collection[str] | None,
+    where: str,
 ) -> Any:
     """Calls with keyword arguments from a recipe. Raises RecipeError for those it does not take.
 
@@ -168,12 +171,14 @@ def call_with_args(
         raise RecipeError(f"{where}: {type(error).__name__}: {raised_at(error)}") from error
 
 
-def _keywords(function: Callable[..., Any]) -> set[str] | None:
-    """Names of the keyword arguments that a callable takes; None: any."""
+def keywords_of(function: Callable[..., Any]) -> dict[str, Any] | None:
+    """Keyword arguments that a callable takes, with their defaults (``inspect.Parameter.empty``
+    where there is none); None: any."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
-    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {p.name: p.default for p in parameters if p.kind in named}
 
 
 def _load_module(path: Path) -> ModuleType:
