@@ -9,7 +9,7 @@ import os
 import sys
 import unicodedata
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,17 +17,37 @@ if TYPE_CHECKING:
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse whose usage errors look like the commands' own."""
+MODULES = "python -m launch."
 
-    def __init__(self, module: str, description: str, example: str):
+
+def as_called(text: str) -> str:
+    """A text that names commands as ``python -m launch.NAME``, as the user calls them."""
+    return text.replace(MODULES, Parser.prefix)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose usage errors look like the commands' own.
+
+    Attributes:
+      prefix: what a command's name follows in help and hints; ``srpo`` sets its own.
+    """
+
+    prefix: ClassVar[str] = MODULES
+
+    def __init__(self, module: str, description: str | None, example: str):
+        """
+        Args:
+          module: what ``python -m`` starts.
+          description: what the command does; the module's docstring.
+          example: a whole command, as ``python -m MODULE ...``.
+        """
+        self._example = as_called(example)
         super().__init__(
-            prog=f"python -m {module}",
+            prog=as_called(f"python -m {module}"),
             description=description,
-            epilog=f"example:\n  {example}",
+            epilog=f"example:\n  {self._example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        self._example = example
 
     def error(self, message: str) -> NoReturn:
         missing = message.removeprefix("the following arguments are required: ")

@@ -16,7 +16,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from launch.cli import Parser, entry, output
+from launch.cli import Parser, as_called, entry, output
 from srpo_jax.evaluation import BenchmarkResult, macro, macro_error
 from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.files import read_with_base
@@ -66,7 +66,8 @@ def main(argv: list[str] | None = None) -> int:
     console.print(Text(f"figures: {recipe.run_dir}/evaluation.json", overflow="fold"))
     for number, name in enumerate(results):
         step = f" --step {number}" if len(results) > 1 else ""
-        console.print(Text(f"episodes of {name}: python -m launch.show {recipe.run_dir}{step}"))
+        shown = as_called(f"python -m launch.show {recipe.run_dir}{step}")
+        console.print(Text(f"episodes of {name}: {shown}"))
     return 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from launch.cli import Parser, entry, output
+from launch.cli import Parser, as_called, entry, output
 from srpo_jax.evaluation import paired_difference
 from srpo_jax.recipe.recipe import Recipe, load_recipe
 from srpo_jax.run.logs import RunFileError, read_metrics, read_verdicts
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     for path in draw_curves(runs, metric_names(runs, CURVES), folder):
         console.print(Text(f"curves: {path}"))
     last = recipes[-1].run_dir
-    console.print(Text(f"episodes: python -m launch.show {last}"))
+    console.print(Text(as_called(f"episodes: python -m launch.show {last}")))
     return 0
 
 

@@ -7,7 +7,7 @@ import importlib
 import sys
 
 import srpo_jax
-from launch.cli import BAD_INPUT, entry
+from launch.cli import BAD_INPUT, Parser, entry
 
 # In the order in which a newcomer needs them.
 COMMANDS = {
@@ -44,6 +44,7 @@ def main() -> int:
         (near,) = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)
         print(f"error: no command {first!r}: did you mean {near!r}?", file=sys.stderr)
         return BAD_INPUT
+    Parser.prefix = "srpo "
     return importlib.import_module(f"launch.{name}").main(rest) or 0
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -144,29 +142,3 @@ def test_files_stay_readable(package):
         if (lines := len(path.read_text().splitlines())) > LONGEST_FILE
     }
     assert not long
-
-
-LIGHT = {
-    "the workflow protocol": "import envs.workflow, envs.audit, launch.cli",
-    "a recipe": (
-        "from srpo_jax.recipe.recipe import load_recipe\n"
-        "import glob\n"
-        "assert [load_recipe(path) for path in glob.glob('configs/*.yaml')]"
-    ),
-    "what is wrong with a recipe": (
-        "from srpo_jax.recipe.recipe import RecipeError, load_recipe\n"
-        "try: load_recipe('configs/quickstart_math.yaml', ['objective.preset=spro'])\n"
-        "except RecipeError: pass\n"
-        "else: raise SystemExit('not refused')"
-    ),
-    "the commands": "import launch.train, launch.show, launch.report, launch.sweep",
-}
-
-
-@pytest.mark.parametrize("code", LIGHT.values(), ids=LIGHT)
-def test_loads_without_jax(code):
-    code = f"import sys\n{code}\nprint(*sorted({JAX!r} & set(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == ""

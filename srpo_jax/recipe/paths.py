@@ -71,8 +71,7 @@ def find(path: str | Path, folder: Path | None = None, kind: str = "file") -> Pa
 
 
 def find_file(path: str, folder: Path | None = None) -> Path:
-    """The file that a path of a recipe leads to, absolute. Arguments and errors as in :func:`find`.
-    """
+    """:func:`find` for a file of a recipe, as an absolute path."""
     return find(path, folder).resolve()
 
 
