@@ -62,7 +62,7 @@ def tpu_generation(topology: str) -> str:
 
     match = _TOPOLOGY.fullmatch(topology)
     if match is None:
-        raise RecipeError(f"--topology {topology}: a TPU and its grid are due, such as v5e:4x4")
+        raise RecipeError(f"--topology must be a TPU and its grid, such as v5e:4x4, got {topology}")
     if match.group(1) not in USABLE_GIB:
         raise RecipeError(
             f"--topology {topology}: unknown TPU, {nearest(match.group(1), USABLE_GIB)}"

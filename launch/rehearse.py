@@ -73,8 +73,8 @@ def main(argv: list[str] | None = None) -> int:
     name = None if built_in is None else args.workflow
     if name is None and ":" not in args.workflow:
         raise RecipeError(
-            f"{args.workflow!r} is neither {' nor '.join(WORKFLOWS)} nor my_team.py:MyWorkflow, "
-            f"{nearest(args.workflow, WORKFLOWS)}"
+            f"the workflow must be {', '.join(WORKFLOWS)} or my_team.py:MyWorkflow, got "
+            f"{args.workflow!r}: {nearest(args.workflow, WORKFLOWS)}"
         )
     config = WorkflowConfig(
         name=name, path=None if name else args.workflow, args=dict(map(_argument, args.arg))
@@ -227,14 +227,14 @@ def read_replies(path: str) -> Mapping[str, Sequence[str]] | Sequence[str]:
     lists = list(replies.values()) if isinstance(replies, dict) else [replies]
     for texts in lists:
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise RecipeError(f"{path}: {{role: [outputs]}} or a list of outputs is due")
+            raise RecipeError(f"{path}: must be {{role: [outputs]}} or a list of outputs")
     return replies
 
 
 def _argument(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise RecipeError(f"--arg {text!r}: KEY=VALUE is due")
+        raise RecipeError(f"--arg must be KEY=VALUE, got {text!r}")
     return key, parse_yaml(value, f"--arg {text!r}")
 
 

@@ -45,7 +45,10 @@ def main(argv: list[str] | None = None) -> int:
     recipes = [load_recipe(path) for path in args.recipes]
     for name in ("poor", "episodes"):
         if len(getattr(args, name)) != len(recipes):
-            raise RecipeError(f"--{name}: {len(recipes)} values are due, one for each recipe")
+            raise RecipeError(
+                f"--{name} must have {len(recipes)} values, one for each recipe, got "
+                f"{len(getattr(args, name))}"
+            )
     _check(args, recipes)
     warm_start(recipes, args)
     return 0
@@ -68,21 +71,21 @@ def _check(args: Any, recipes: list[Recipe]) -> None:
         ChatTokenizer(args.init)
     for poor in args.poor:
         if not 0 <= poor <= 1:
-            raise RecipeError(f"--poor: a share lies in 0 .. 1, got {poor:g}")
+            raise RecipeError(f"--poor must be in 0 .. 1, got {poor:g}")
     for name in ("episodes", "batch_rows", "lr"):
         values = getattr(args, name)
         for value in values if isinstance(values, list) else [values]:
             if not 0 < value < math.inf:
-                raise RecipeError(f"--{name.replace('_', '-')}: must be positive, got {value:g}")
+                raise RecipeError(f"--{name.replace('_', '-')} must be positive, got {value:g}")
     least = 40 * args.batch_rows * LENGTH
     if not least <= args.tokens < math.inf:
-        raise RecipeError(
-            f"--tokens: at least 40 steps, {least} tokens, are due, got {args.tokens:g}"
-        )
+        raise RecipeError(f"--tokens must be at least {least} (40 steps), got {args.tokens:g}")
     if args.seed < 0:
-        raise RecipeError(f"--seed: must be 0 or more, got {args.seed}")
+        raise RecipeError(f"--seed must be 0 or more, got {args.seed}")
     if args.vocab < 300:
-        raise RecipeError(f"--vocab: 256 bytes and the control tokens need 300, got {args.vocab}")
+        raise RecipeError(
+            f"--vocab must be at least 300 (256 bytes and control tokens), got {args.vocab}"
+        )
     for recipe in recipes:
         if recipe.workflow.name is None:
             raise RecipeError(f"{recipe.name}: there are teachers for math and search only")

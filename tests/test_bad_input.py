@@ -180,7 +180,7 @@ def test_a_file_where_the_curves_should_be(folder, capsys):
         (["math", "--replies", "latin"], "latin: not JSON"),
         (["math", "--replies", "nested"], "nested: not JSON"),
         (["math", "--replies", "digits"], "digits: not JSON"),
-        (["math", "--replies", "number"], "number: {role: [outputs]} or a list of outputs is due"),
+        (["math", "--replies", "number"], "number: must be {role: [outputs]} or a list of outputs"),
     ],
 )  # fmt: skip
 def test_rehearsals_that_cannot_begin(folder, capsys, arguments, says):
@@ -197,9 +197,9 @@ def test_rehearsals_that_cannot_begin(folder, capsys, arguments, says):
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["new", "--lr", "inf"], "--lr: must be positive, got inf"),
-        (["new", "--tokens", "inf"], "--tokens: at least 40 steps"),
-        (["new", "--seed", "-1"], "--seed: must be 0 or more, got -1"),
+        (["new", "--lr", "inf"], "--lr must be positive, got inf"),
+        (["new", "--tokens", "inf"], "--tokens must be at least 327680 (40 steps)"),
+        (["new", "--seed", "-1"], "--seed must be 0 or more, got -1"),
         (["new", "--init", "nowhere"], "nowhere: no such folder"),
         (["file/new"], "file/new: nothing can be written into"),
     ],

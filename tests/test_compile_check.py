@@ -575,7 +575,7 @@ def test_what_does_not_fit_exits_with_1(run, four_devices, monkeypatch):
 @pytest.mark.parametrize(
     "topology, said",
     [
-        ("v5e", "--topology v5e: a TPU and its grid are due, such as v5e:4x4"),
+        ("v5e", "--topology must be a TPU and its grid, such as v5e:4x4, got v5e"),
         ("v5f:4x4", "--topology v5f:4x4: unknown TPU, did you mean `v5"),
     ],
 )

@@ -123,7 +123,7 @@ def test_public_case_s33():
     assert recipe(f"optimizer.lr={inline_yaml(read['lr'])}").optimizer.lr == 1e-6
     assert recipe("optimizer.lr=3e-6").optimizer.lr == 3e-6
     assert recipe("trainer.resume=no").trainer.resume is False
-    assert refusal("seed=010") == "recipe: seed: a whole number is due, got '010' (text)"
+    assert refusal("seed=010") == "recipe: seed: must be a whole number, got '010' (text)"
     for key in ("clip_epz", "objective.clip_epz"):
         assert refusal(f"{key}=0.2") == (
             f"recipe: {key}: unknown key, did you mean `objective.clip_eps`?"
@@ -133,31 +133,31 @@ def test_public_case_s33():
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("optimizer.lr='1e-6'", "optimizer.lr: a number is due, got '1e-6' (text)"),
-        ("optimizer.lr=true", "optimizer.lr: a number is due, got True (true/false)"),
+        ("optimizer.lr='1e-6'", "optimizer.lr: must be a number, got '1e-6' (text)"),
+        ("optimizer.lr=true", "optimizer.lr: must be a number, got True (true/false)"),
         ("optimizer.lr=.nan", "optimizer.lr: must be a finite number"),
         ("optimizer.lr=0", "optimizer.lr: must be greater than 0"),
-        ("trainer.steps=1.5", "trainer.steps: a whole number is due, got 1.5 (number)"),
-        ("trainer.resume=1", "trainer.resume: true or false is due, got 1 (whole number)"),
-        ("model.dtype=bf16", "model.dtype: 'bf16' is none of float32, bfloat16"),
+        ("trainer.steps=1.5", "trainer.steps: must be a whole number, got 1.5 (number)"),
+        ("trainer.resume=1", "trainer.resume: must be true or false, got 1 (whole number)"),
+        ("model.dtype=bf16", "model.dtype: must be one of float32, bfloat16, got 'bf16'"),
         ("rollout.slot=3", "rollout.slot: unknown key, did you mean `rollout.slots`?"),
         ("lr=1e-6", "lr: unknown key, did you mean `optimizer.lr`?"),
         ("zzz=1", "zzz: unknown key, `the recipe` has: name, seed, model, workflow"),
-        ("optimizer=3", "optimizer: a section of keys is due, got 3 (whole number)"),
+        ("optimizer=3", "optimizer: must be a section of keys, got 3 (whole number)"),
         ("rollout={slots: 1}", "rollout.tasks_per_step: this key is missing"),
         ("rollout.group_size=0", "rollout.group_size: must be greater than or equal to 1"),
         ("rollout.temperature=0", "rollout.temperature: must be greater than 0"),
         ("rollout.slots=0", "rollout.slots: must be greater than or equal to 1"),
-        ("seed=-1", "seed: a seed lies in 0 .. 2**32 - 1"),
-        ("workflow.name=serch", "workflow.name: 'serch' is none of math, search"),
+        ("seed=-1", "seed: must be in 0 .. 2**32 - 1, got -1"),
+        ("workflow.name=serch", "workflow.name: must be one of math, search, got 'serch'"),
         ("workflow=search", "the search workflow needs a `retriever` section"),
         (
             "workflow={name: math, path: 'a.py:B'}",
             "workflow: give either `name` (math, search) or `path`",
         ),
-        ("learner.mesh.data=-1", "learner.mesh: axis sizes are >= 1 and at most one is -1"),
+        ("learner.mesh.data=-1", "learner.mesh: axis sizes must be at least 1, or one of them -1"),
         ("learner.updates_per_batch=5", "learner.updates_per_batch is 5, more than the 4 episodes"),
-        ("advantage.group=[task, rol]", "advantage.group.1: 'rol' is none of task, event_type"),
+        ("advantage.group=[task, rol]", "advantage.group.1: must be one of task, event_type"),
         ("evaluation.every=1", "evaluation.every needs at least one benchmark"),
         ("objective.preset=srpp", "objective: unknown preset 'srpp': did you mean 'srpo'?"),
         ("objective={preset: grpo, set_reduction: sum}", "objective: set_reduction 'sum'"),
@@ -185,7 +185,7 @@ def test_refusals_name_the_key(override, message):
 def test_a_path_that_is_not_local_is_refused(override, key):
     """As a path, gs://bucket/run is the local folder ./gs:/bucket/run."""
     message = refusal(override)
-    assert message.startswith(f"recipe: {key}: ") and "is no local path" in message
+    assert message.startswith(f"recipe: {key}: ") and "must be a local path" in message
 
 
 def test_a_run_folder_in_the_home_folder(monkeypatch):
@@ -378,7 +378,7 @@ def test_a_section_has_a_key_for_each_switch_of_its_dataclass(config):
         where = f"{section}.{name}.0" if is_list else f"{section}.{name}"
         said = "[unknown]" if is_list else "unknown"
         assert refusal(f"{section}.{name}={said}") == (
-            f"recipe: {where}: 'unknown' is none of {', '.join(known)}"
+            f"recipe: {where}: must be one of {', '.join(known)}, got 'unknown'"
         )
         with pytest.raises(ValueError, match=f"unknown {name} 'unknown': did you mean"):
             config(**{name: ("unknown",) if is_list else "unknown"})
@@ -407,7 +407,7 @@ def test_missing_and_circular_files(tmp_path):
     with pytest.raises(RecipeError, match="`base` leads back"):
         load_recipe(tmp_path / "a.yaml")
     (tmp_path / "list.yaml").write_text("- 1")
-    with pytest.raises(RecipeError, match=r"list\.yaml: a mapping of keys is due, got a list"):
+    with pytest.raises(RecipeError, match=r"list\.yaml: must be a mapping of keys, got a list"):
         load_recipe(tmp_path / "list.yaml")
 
 
@@ -478,7 +478,7 @@ def test_a_users_class_beside_its_recipe(team_folder):
         (["workflow.args.size=0"], "workflow.args: size must be at least 1"),
         (["workflow.path=my_team.py:MyTaem"], "has no 'MyTaem': did you mean `MyTeam`?"),
         (["workflow.path=no.py:MyTeam"], "no.py: no such file"),
-        (["workflow.path=my_team"], "'my_team': file.py:Name is due"),
+        (["workflow.path=my_team"], "must be file.py:Name, got 'my_team'"),
     ],
 )
 def test_plugin_errors(team_folder, overrides, message):

@@ -195,7 +195,7 @@ def test_the_command_evaluates_a_model_without_a_recipe(content, capsys):
         (["a=1"], "RECIPE or --model: missing"),
         (["--model", "nowhere", "--tasks", "a"], "nowhere: no such folder"),
         (["--model", "checkpoint", "--tasks", "a", "trainer.out=x"], "give that of the evaluation"),
-        (["--model", "checkpoint", "--tasks", "a", "--workflow", "maths"], "'maths' is none of"),
+        (["--model", "checkpoint", "--tasks", "a", "--workflow", "maths"], "search, got 'maths'"),
         (["--model", "checkpoint", "--tasks", "sums.jsonl:0"], "tasks.eval.sums.size: must be gr"),
         (["--model", "checkpoint", "--tasks", "sums.jsonl", "rolout.slots=1"], "rollout"),
     ],

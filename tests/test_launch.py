@@ -87,7 +87,7 @@ def test_a_commands_own_code(returned, code):
         ),
         (["launch.show", "nowhere"], "error: nowhere: no episodes kept here"),
         (["launch.report", "nowhere"], "error: nowhere/metrics.jsonl: no such file"),
-        (["launch.rehearse", "maths"], "error: 'maths' is neither math nor search nor"),
+        (["launch.rehearse", "maths"], "my_team.py:MyWorkflow, got 'maths': did"),
     ],
 )
 def test_bad_input_is_code_2_and_one_line(tmp_path, arguments, message):
@@ -310,7 +310,7 @@ def test_rehearse_needs_no_replies(my_team):
     [
         (["my_team.py:Pai"], 2, "my_team.py has no 'Pai': did you mean `Pair`?"),
         (["my_team.py:Pair", "--arg", "greetin=1"], 2, "did you mean `greeting`?"),
-        (["my_team.py:Pair", "--arg", "greeting"], 2, "KEY=VALUE is due"),
+        (["my_team.py:Pair", "--arg", "greeting"], 2, "--arg must be KEY=VALUE, got 'greeting'"),
         (["my_team.py:Pair", "--replies", "none.json"], 2, "none.json"),
         (["my_team.py:Pair", "--replies", "my_team.py"], 2, "my_team.py:2: not JSON"),
         (["my_team.py:Pair", "--replies", "short.json"], 1, "no reply left for 'right'"),

@@ -187,7 +187,7 @@ def test_what_is_no_url_is_refused_when_the_recipe_is_read(folder, url):
         f"rollout.remote={{url: '{url}', model: tiny}}",
         f"retriever={{kind: http, urls: ['http://fine:80', '{url}']}}",
     ):
-        with pytest.raises(RecipeError, match=r"url.*is no URL such as http://host:8000"):
+        with pytest.raises(RecipeError, match=r"url.*must be a URL such as http://host:8000"):
             tiny_recipe(folder, override)
 
 
@@ -212,7 +212,7 @@ class TestMesh:
             run_parts.build_parts(tiny_recipe(folder, "rollout.mesh={replicas: 3, tensor: 1}"))
 
     def test_replicas_below_one(self, folder):
-        with pytest.raises(RecipeError, match="replicas is at least 1, or -1 for the rest"):
+        with pytest.raises(RecipeError, match="replicas must be at least 1, or -1 for the rest"):
             tiny_recipe(folder, "rollout.mesh={replicas: 0}")
 
     @pytest.mark.parametrize("size, devices", [(10, 1), (11, 2), (21, 4), (1000, 4)])

@@ -86,10 +86,10 @@ def test_a_recipe_saved_before_a_key_was_there_resumes_with_its_default(tmp_path
 @pytest.mark.parametrize(
     "content, said",
     [
-        (b"", "a mapping of keys is due, got nothing"),
+        (b"", "must be a mapping of keys, got nothing"),
         (b"\xff\xfe\x00", "not UTF-8"),
         (b"name: tiny\n", "model: this key is missing"),
-        (b"[1, 2]", "a mapping of keys is due, got a list"),
+        (b"[1, 2]", "must be a mapping of keys, got a list"),
     ],
     ids=["empty", "no text", "half", "foreign"],
 )

@@ -172,9 +172,9 @@ def test_equal_last_words_keep_their_path(sweep):
         ("grid: {optimizer.lrr: [1]}", "optimizer.lrr: unknown key, did you mean `optimizer.lr`?"),
         ("grid: {optimizer.lr: [1e-6, 1e-6]}", "two members would share the folder lr-1e-06"),
         ("grid: {optimizer.lr: []}", "grid.optimizer.lr: this list is empty"),
-        ("grid: {optimizer.lr: 1}", "grid.optimizer.lr: a list is due"),
+        ("grid: {optimizer.lr: 1}", "grid.optimizer.lr: must be a list"),
         ("sedes: [1]", "sedes: unknown key, did you mean `seeds`?"),
-        ("seeds: [1.5]", "seeds.0: a whole number is due"),
+        ("seeds: [1.5]", "seeds.0: must be a whole number"),
         ("set: {trainer.out: mine}", "trainer.out: the sweep sets it; its own folder is `out`"),
         (
             "grid: {optimizer.lr: [1]}\nset: {optimizer.lr: 2}",

@@ -166,10 +166,11 @@ class Fine:
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"roles": None}, "Wrong.roles is None: the names of its roles are due"),
-        ({"roles": "solver"}, "Wrong.roles is 'solver'"),
-        ({"roles": ()}, "Wrong.roles is ()"),
-        ({"roles": ("a", 1)}, "Wrong.roles is ('a', 1)"),
+        ({"roles": None}, "Wrong.roles must be the names of its roles, like ('solver', 'judge'), "
+         "got None"),
+        ({"roles": "solver"}, "got 'solver'"),
+        ({"roles": ()}, "got ()"),
+        ({"roles": ("a", 1)}, "got ('a', 1)"),
         ({"run": None}, "Wrong has no `async def run(self, task, team)`"),
         ({"run": lambda self, task: None}, "run takes (task), but is called with (task, team)"),
         ({"reward": lambda self, task: None}, "Wrong.reward takes (task), but is called with"),
@@ -184,7 +185,7 @@ def test_a_workflow_without_its_form_is_refused_at_start(changes, said):
 
 @pytest.mark.parametrize(
     "reward, said",
-    [(5, "reward is not a function"), (lambda task: 1, "reward takes (task), but is called with")],
+    [(5, "reward: must be a function, got 5"), (lambda task: 1, "reward takes (task), but is")],
 )
 def test_a_reward_without_its_form_is_refused_at_start(reward, said):
     with pytest.raises(RecipeError) as caught:

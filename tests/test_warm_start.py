@@ -111,11 +111,11 @@ def test_a_tiny_model_learns_its_transcripts(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--poor", "0.5"], "--poor: 2 values are due"),
-        (["--poor", "0.5", "1.5"], "--poor: a share lies in 0 .. 1, got 1.5"),
-        (["--tokens", "1000"], "--tokens: at least 40 steps"),
-        (["--episodes", "0", "5"], "--episodes: must be positive, got 0"),
-        (["--vocab", "100"], "--vocab: 256 bytes"),
+        (["--poor", "0.5"], "--poor must have 2 values, one for each recipe, got 1"),
+        (["--poor", "0.5", "1.5"], "--poor must be in 0 .. 1, got 1.5"),
+        (["--tokens", "1000"], "--tokens must be at least 327680 (40 steps), got 1000"),
+        (["--episodes", "0", "5"], "--episodes must be positive, got 0"),
+        (["--vocab", "100"], "--vocab must be at least 300"),
     ],
 )
 def test_bad_arguments_are_refused_before_any_work(tmp_path, monkeypatch, arguments, says):

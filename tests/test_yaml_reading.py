@@ -48,8 +48,8 @@ def one_line(error: pytest.ExceptionInfo) -> str:
         (b"a: !!python/object/apply:os.getcwd []\n", ":1: could not determine a constructor"),
         (b"a: *nowhere\n", ":1: found undefined alias"),
         (b"a: 1\n---\nb: 2\n", ":2: but found another document"),
-        (b"- a\n", ": a mapping of keys is due, got a list"),
-        (b"", ": a mapping of keys is due, got nothing"),
+        (b"- a\n", ": must be a mapping of keys, got a list"),
+        (b"", ": must be a mapping of keys, got nothing"),
         (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of git-lfs"),
     ],
 )
@@ -93,7 +93,7 @@ def test_a_base_in_a_circle_or_of_the_wrong_make(tmp_path):
     assert "loop.yaml: " in refused("base: loop.yaml")
     assert "leads back" in refused("base: ./r.yaml")
     assert f"{tmp_path}: this is a folder" in refused("base: .")
-    assert "base: a file name is due, got a list" in refused("base: [a]")
+    assert "base: must be a file name, got a list" in refused("base: [a]")
     (tmp_path / "base.yaml").write_text("workflow: [math]\nretriever: x\n")
     change = MINIMAL.replace("workflow: math", "workflow: {name: math}\nretriever: {kind: bm25}")
     assert "retriever: `kind: bm25` needs `corpus`" in refused("base: base.yaml\n" + change)
@@ -136,7 +136,7 @@ def test_a_recipe_in_the_case_where_reading_is_not_allowed(tmp_path, monkeypatch
         ("name=\udcff", "the character 0xdcff is not text"),
         ('name="\\ud800"', "this cannot be read as str"),
         ("name=" + "x y" * 3000, "name: "),
-        ("rollout.slots=" + "x" * 9000, "rollout.slots: a whole number is due, got 'xxx"),
+        ("rollout.slots=" + "x" * 9000, "rollout.slots: must be a whole number, got 'xxx"),
         ("trainer.steps={a: ", "expected the node content"),
     ],
 )

@@ -49,22 +49,22 @@ def first_problem(error: ValidationError, schema: type[BaseModel]) -> str:
         case "missing":
             return f"{path}: this key is missing"
         case "int_type" | "int_from_float":
-            message = "a whole number is due"
+            message = "must be a whole number"
         case "float_type":
-            message = "a number is due"
+            message = "must be a number"
         case "bool_type":
-            message = "true or false is due"
+            message = "must be true or false"
         case "list_type":
-            message = "a list is due"
+            message = "must be a list"
         case "string_type":
-            message = "text is due"
+            message = "must be text"
         case "model_type" | "model_attributes_type" | "dict_type":
-            message = "a section of keys is due"
+            message = "must be a section of keys"
         case "value_error":
             return f"{path}: {problem['ctx']['error']}" if path else str(problem["ctx"]["error"])
         case "literal_error" if isinstance(value, str):
             choices = problem["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
-            return f"{path}: {short(value)} is none of {', '.join(choices)}"
+            return f"{path}: must be one of {', '.join(choices)}, got {short(value)}"
         case _:
             message = problem["msg"].replace("Input should be", "must be")
     return f"{path}: {message}, got {describe(value)}"

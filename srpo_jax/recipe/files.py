@@ -25,7 +25,7 @@ def read_with_base(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if base is None:
         return content
     if not isinstance(base, str):
-        raise RecipeError(f"{path}: base: a file name is due, got {describe(base)}")
+        raise RecipeError(f"{path}: base: must be a file name, got {describe(base)}")
     try:
         lower = read_with_base(find(base, path.parent), (*seen, path.resolve()))
     except RecipeError as error:
@@ -128,7 +128,7 @@ def with_override(content: dict[str, Any], override: str) -> dict[str, Any]:
     key, equals, text = override.partition("=")
     parts, where = key.split("."), f"override {short(override)}"
     if not equals or not all(parts):
-        raise RecipeError(f"{where}: key.path=value is due")
+        raise RecipeError(f"{where}: must be key.path=value")
     if len(parts) > MAX_DEPTH:
         raise RecipeError(f"{where}: nested deeper than {MAX_DEPTH} levels")
     return _with_value(content, parts, parse_yaml(text, where), where)

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from envs.built_in import WORKFLOWS, load
+from envs.text_files import short
 from envs.workflow import Workflow
 from srpo_jax.recipe.errors import RecipeError, nearest
 from srpo_jax.recipe.paths import find_file
@@ -28,7 +29,7 @@ def load_object(spec: str, folder: Path | None = None) -> Any:
     """
     path, colon, name = spec.rpartition(":")
     if not colon or not path.endswith(".py") or not name.isidentifier():
-        raise RecipeError(f"{spec!r}: file.py:Name is due")
+        raise RecipeError(f"must be file.py:Name, got {spec!r}")
     module = _load_module(find_file(path, folder))
     if not hasattr(module, name):
         own = [
@@ -81,8 +82,8 @@ def check_workflow(workflow: Any) -> Workflow:
     listed = isinstance(roles, Sequence) and not isinstance(roles, str)
     if not listed or not roles or not all(isinstance(role, str) for role in roles):
         raise RecipeError(
-            f"workflow: {name}.roles is {roles!r}: the names of its roles are due, like "
-            "('solver', 'judge')"
+            f"workflow: {name}.roles must be the names of its roles, like ('solver', 'judge'), "
+            f"got {short(roles)}"
         )
     if not callable(getattr(workflow, "run", None)):
         raise RecipeError(f"workflow: {name} has no `async def run(self, task, team)`")
@@ -142,7 +143,7 @@ def build_reward(recipe: Recipe) -> Callable[..., Any] | None:
 def check_reward(function: Any, where: str = "reward") -> Callable[..., Any]:
     """The function itself. Raises RecipeError unless it takes a task and an outcome."""
     if not callable(function):
-        raise RecipeError(f"{where} is not a function")
+        raise RecipeError(f"{where}: must be a function, got {short(function)}")
     _check_takes(function, where, "task", "outcome")
     return function
 

@@ -219,7 +219,7 @@ class MeshConfig(Section):
     def _sizes(self) -> MeshConfig:
         sizes = (self.data, self.fsdp, self.tensor)
         if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
-            raise ValueError(f"axis sizes are >= 1 and at most one is -1, got {list(sizes)}")
+            raise ValueError(f"axis sizes must be at least 1, or one of them -1, got {list(sizes)}")
         return self
 
 
@@ -294,7 +294,7 @@ class Recipe(Section):
     @classmethod
     def _seed_range(cls, value: int) -> int:
         if not 0 <= value < 2**32:
-            raise ValueError("a seed lies in 0 .. 2**32 - 1")
+            raise ValueError(f"must be in 0 .. 2**32 - 1, got {value}")
         return value
 
     @model_validator(mode="after")

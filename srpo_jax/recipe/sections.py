@@ -22,7 +22,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 def _local(path: str) -> str:
     """Refuses ``gs://bucket/x``: as a path it would silently be a local folder called ``gs:``."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", path):
-        raise ValueError(f"{path!r} is no local path, and no other is supported: copy or mount it")
+        raise ValueError(f"must be a local path (copy or mount it), got {path!r}")
     return path
 
 
@@ -64,7 +64,9 @@ class EngineMeshConfig(Section):
     @model_validator(mode="after")
     def _sizes(self) -> EngineMeshConfig:
         if self.replicas < 1 and self.replicas != -1:
-            raise ValueError(f"replicas is at least 1, or -1 for the rest, got {self.replicas}")
+            raise ValueError(
+                f"replicas must be at least 1, or -1 for the rest, got {self.replicas}"
+            )
         return self
 
 

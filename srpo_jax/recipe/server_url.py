@@ -16,7 +16,7 @@ def split_server_url(url: str) -> SplitResult:
     except ValueError:  # a port that is no number below 65536, half an IPv6 address
         known = False
     if not known or parts.query or parts.fragment or not url.isprintable() or " " in url:
-        raise ValueError(f"{url!r} is no URL such as http://host:8000")
+        raise ValueError(f"must be a URL such as http://host:8000, got {url!r}")
     return parts
 
 

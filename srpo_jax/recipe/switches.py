@@ -78,5 +78,5 @@ def _key_type(hint: Any) -> Any:
 def _known(name: str, hint: Any) -> str:
     known = names_in(hint) or ()
     if name not in known:
-        raise ValueError(f"{short(name)} is none of {', '.join(known)}")
+        raise ValueError(f"must be one of {', '.join(known)}, got {short(name)}")
     return name

@@ -119,7 +119,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise RecipeError(f"{path}:{line}: not UTF-8: byte {byte:#04x}") from None
     mapping = parse_yaml(text, str(path))
     if not isinstance(mapping, dict):
-        raise RecipeError(f"{path}: a mapping of keys is due, got {describe(mapping)}")
+        raise RecipeError(f"{path}: must be a mapping of keys, got {describe(mapping)}")
     return mapping
 
 
