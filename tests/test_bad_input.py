@@ -171,8 +171,8 @@ def test_a_file_where_the_curves_should_be(folder, capsys):
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["maths"], "'maths' is neither math nor search nor my_team.py:MyWorkflow, did you mean "
-                    "`math`?"),
+        (["maths"], "the workflow must be math, search or my_team.py:MyWorkflow, got 'maths': "
+                    "did you mean `math`?"),
         (["quiz"], "there is: math, search"),
         (["math", "--prompt-tokens", "0"], "--prompt-tokens must be at least 1, got 0"),
         (["math", "--temperature", "nan"], "--temperature must be positive, got nan"),

@@ -6,6 +6,8 @@ the recipes and the checkpoint that come with srpo_jax.
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 from models.hub import is_hub_name
@@ -56,17 +58,21 @@ def find(path: str | Path, folder: Path | None = None, kind: str = "file") -> Pa
         it cannot be reached.
     """
     candidates = places(path, folder)
+    trouble: str | None = None
     for place in candidates:
         try:
-            is_kind = place.is_file() if kind == "file" else place.is_dir()
-            other = None if is_kind or not place.exists() else place
-        except (OSError, ValueError) as error:
-            raise RecipeError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-        if is_kind:
-            return place
-        if other is not None:
-            what = "folder" if place.is_dir() else "file" if place.is_file() else "special file"
-            raise RecipeError(f"{path}: must be a {kind}, got a {what}")
+            mode = os.stat(place).st_mode
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:  # no permission, a circle of links, a zero byte
+            trouble = trouble or getattr(error, "strerror", None) or str(error)
+            continue
+        found = "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "special file"
+        if found != kind:
+            raise RecipeError(f"{path}: must be a {kind}, got a {found}")
+        return place
+    if trouble is not None:
+        raise RecipeError(f"{path}: {trouble}")
     raise RecipeError(f"{path}: no such {kind}{_looked_for(path, candidates)}")
 
 
