@@ -67,8 +67,10 @@ def add_recipe_arguments(parser: Parser) -> None:
 def entry(main: Callable[[], int | None], *, tear_down: bool = True) -> NoReturn:
     """Runs a command and exits with its code.
 
-    Without ``tear_down`` the process ends as soon as the command is done: what it wrote is closed,
-    and threads of the runtime that still run, or hang, can no longer abort or hold up its end.
+    Args:
+      main: the command; gives its exit code, None for 0.
+      tear_down: False: the process ends as soon as the command is done. What it wrote is closed,
+        and threads of the runtime that still run, or hang, can no longer abort or hold up its end.
 
     0: done. 2: bad input, said in one line on stderr. 1: something else that is no defect, such as
     a full disk, in one line too. 75: stopped by a signal before its end; the same command goes on
@@ -121,11 +123,11 @@ def message(error: Exception) -> str:
 
 
 def output() -> Console:
-    """Standard output. Text that goes to a file or a pipe gets room for whole table rows."""
+    """Standard output. Text that goes to a file or a pipe gets lines that hold whole table rows."""
     from rich.console import Console
 
-    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
-    return Console(highlight=False, width=wide)
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
+    return Console(highlight=False, width=width)
 
 
 def visible(text: str) -> str:

@@ -56,10 +56,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def find_training_checkpoint(source: Path) -> tuple[Path | None, Path]:
-    """The run folder and the step folder that ``source`` stands for; None where there is no run.
+    """The run and the checkpoint that a path stands for.
+
+    Args:
+      source: a run's folder (its latest checkpoint is meant), its ``checkpoints`` or ``best``
+        folder, one step of either, or something else.
+
+    Returns:
+      The run's folder, None where there is none, and the folder of the step.
 
     Raises:
-      FileNotFoundError: a run without any checkpoint.
+      FileNotFoundError: the run has no checkpoint.
     """
     for run in (source, source.parent, source.parent.parent):
         if not (run / "recipe.yaml").is_file():
@@ -75,7 +82,11 @@ def find_training_checkpoint(source: Path) -> tuple[Path | None, Path]:
 
 
 def _check_sums(step: Path) -> None:
-    """Raises CheckpointError where a file of a run's checkpoint is not the one that was written."""
+    """Refuses a run's checkpoint of which a file is not the one that was written.
+
+    Raises:
+      CheckpointError: it names the file.
+    """
     from models.config import CheckpointError
     from srpo_jax.run.checkpoint import DamagedCheckpoint, verify
 

@@ -67,8 +67,12 @@ def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
 
 
 def comparison_table(runs: Mapping[str, Rows], names: Sequence[str]) -> Table:
-    """Per run and metric the mean over its first tenth of values, and over its last tenth; where a
-    run logged the metric, but never as a number, ``no value``."""
+    """Per run and metric the mean over its first tenth of values, and over its last tenth.
+
+    Args:
+      runs: the logged rows of each run, by its label.
+      names: the metrics. Where a run logged one, but never as a number, the cell is ``no value``.
+    """
     table = Table(title="first tenth -> last tenth of the logged values")
     table.add_column("metric")
     for label, rows in runs.items():
@@ -87,7 +91,16 @@ def comparison_table(runs: Mapping[str, Rows], names: Sequence[str]) -> Table:
 
 
 def draw_curves(runs: Mapping[str, Rows], names: Sequence[str], folder: Path) -> list[Path]:
-    """One PNG for each first part of the metrics' names (``eval/...`` -> eval.png)."""
+    """Draws one PNG for each first part of the metrics' names (``eval/...`` -> eval.png).
+
+    Args:
+      runs: the logged rows of each run, by its label.
+      names: the metrics.
+      folder: where the files go; made if it is not there.
+
+    Returns:
+      The files.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -68,7 +68,11 @@ class Member:
 
     @property
     def step(self) -> int | None:
-        """The step that the run recorded when it finished. Raises RecipeError for another file."""
+        """The step that the run recorded when it finished; None where it has not.
+
+        Raises:
+          RecipeError: the record is none of ours.
+        """
         path = self.out / "done.json"
         if not path.exists():
             return None
@@ -107,7 +111,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def load_sweep(path: str | Path) -> SweepConfig:
-    """Reads a sweep file. Raises RecipeError naming the file and the key."""
+    """Reads a sweep file, looked up like a recipe.
+
+    Raises:
+      RecipeError: it names the file and the key.
+    """
     try:
         return SweepConfig.model_validate(read_yaml(find(path)))
     except ValidationError as error:
@@ -115,7 +123,16 @@ def load_sweep(path: str | Path) -> SweepConfig:
 
 
 def plan(path: Path, config: SweepConfig) -> tuple[Path, list[Member]]:
-    """The sweep's folder and its members, every recipe checked before anything runs."""
+    """The sweep's folder and its members, every recipe checked before anything runs.
+
+    Args:
+      path: the sweep's file, beside which its recipe is looked up.
+      config: its content.
+
+    Raises:
+      RecipeError: a member's recipe is wrong, settings contradict each other, or a member's folder
+        holds another run.
+    """
     if "trainer.out" in {**config.grid, **config.set}:
         raise RecipeError(f"{path}: trainer.out: the sweep sets it; its own folder is `out`")
     if both := config.grid.keys() & config.set.keys():
@@ -157,6 +174,9 @@ def run_local(member: Member) -> int:
     """Trains a member in a process of its own; what it prints goes to its ``train.log``.
 
     The process gets every SIGINT and SIGTERM that comes meanwhile, as if it had been started alone.
+
+    Returns:
+      The process's exit code; negative: the signal that ended it.
     """
     root = str(Path(__file__).resolve().parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -184,8 +204,14 @@ def run_sweep(
 ) -> int:
     """Runs the members that are not finished, records each, prints the table.
 
-    ``run_member`` gives an exit code. Returns 0 when all are finished, 75 where a signal stopped a
-    member (the rest is not begun), otherwise 1.
+    Args:
+      out: the sweep's folder, for its record.
+      members: the runs, in their order.
+      metric: the logged figure that the table compares.
+      run_member: trains one; gives an exit code.
+
+    Returns:
+      0 when all are finished, 75 where a signal stopped a member (the rest is not begun), else 1.
     """
     console = output()
     records: dict[str, dict[str, Any]] = {}

@@ -12,7 +12,11 @@ from envs.text_files import short
 
 
 class RecipeError(ValueError):
-    """A recipe, sweep or plugin that cannot be used: one line with what, where, what is near."""
+    """A recipe, sweep or plugin that cannot be used: one line with what, where, what is near.
+
+    Attributes:
+      exit_code: of a command that ends with it.
+    """
 
     exit_code = 2
 
@@ -39,7 +43,12 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def first_problem(error: ValidationError, schema: type[BaseModel]) -> str:
-    """The first problem as one line: key path, what is wrong, what is near."""
+    """The first problem of a validation as one line: key path, what is wrong, what is near.
+
+    Args:
+      error: what pydantic found; unknown keys come before all else.
+      schema: the section that was validated, whose keys are the candidates for the nearest one.
+    """
     problem = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     keys = [str(key) for key in problem["loc"]]
     path, value = ".".join(keys), problem["input"]

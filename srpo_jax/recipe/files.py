@@ -17,7 +17,15 @@ from srpo_jax.recipe.yaml import MAX_DEPTH, parse_yaml, read_yaml
 
 
 def read_with_base(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A recipe file's content over that of the recipe that it names as ``base``, and so on."""
+    """A recipe file's content over that of the recipe that it names as ``base``, and so on.
+
+    Args:
+      path: the recipe file.
+      seen: the files that led here.
+
+    Raises:
+      RecipeError: a file cannot be read, or a ``base`` leads back to a file that named it.
+    """
     content = read_level(path)
     if path.resolve() in seen:
         raise RecipeError(f"{path}: `base` leads back to this file")
@@ -34,7 +42,11 @@ def read_with_base(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def read_level(path: Path) -> dict[str, Any]:
-    """A recipe file's own content. Raises RecipeError."""
+    """A recipe file's own content, without that of its base.
+
+    Raises:
+      RecipeError: the file cannot be read, or holds no mapping.
+    """
     content = read_yaml(path)
     objective = content.get("objective")
     if isinstance(objective, dict) and objective.keys() >= _EARLIER_DUMP:
@@ -111,7 +123,14 @@ def with_overrides(content: dict[str, Any], overrides: Sequence[str]) -> dict[st
     """The content under the command line's ``key.path=value``, values read as YAML.
 
     The overrides are one level, whatever their order: a whole section comes before its keys; of one
-    key said twice the last holds. Raises RecipeError.
+    key said twice the last holds.
+
+    Args:
+      content: that of a recipe, its bases included.
+      overrides: texts ``key.path=value``.
+
+    Raises:
+      RecipeError: a text is no override, or its path leads through what is no section.
     """
     ordered = sorted(overrides, key=lambda text: text.partition("=")[0].count("."))
     level: dict[str, Any] = {}
@@ -124,7 +143,7 @@ def with_overrides(content: dict[str, Any], overrides: Sequence[str]) -> dict[st
 
 
 def with_override(content: dict[str, Any], override: str) -> dict[str, Any]:
-    """The content with one ``key.path=value``, the value read as YAML. Raises RecipeError."""
+    """The content with one ``key.path=value``; errors as in :func:`with_overrides`."""
     key, equals, text = override.partition("=")
     parts, where = key.split("."), f"override {short(override)}"
     if not equals or not all(parts):

@@ -25,7 +25,12 @@ from srpo_jax.rollout.user_code import raised_at
 def load_object(spec: str, folder: Path | None = None) -> Any:
     """What ``path/to/file.py:Name`` names. The file's own folder can be imported from.
 
-    Raises RecipeError: the file is missing, fails to load (its line is named), or has no such name.
+    Args:
+      spec: the file and the name.
+      folder: the recipe's, where the file is looked up first.
+
+    Raises:
+      RecipeError: the file is missing, fails to load (its line is named), or has no such name.
     """
     path, colon, name = spec.rpartition(":")
     if not colon or not path.endswith(".py") or not name.isidentifier():
@@ -42,9 +47,15 @@ def load_object(spec: str, folder: Path | None = None) -> Any:
 
 
 def build_workflow(recipe: Recipe, retriever: Any = None) -> Workflow:
-    """The recipe's workflow; a constructor that takes ``retriever`` gets the recipe's retriever.
+    """The recipe's workflow.
 
-    Raises RecipeError naming a wrong argument and the nearest valid one.
+    Args:
+      recipe: names the workflow and its arguments.
+      retriever: for a constructor that takes one; None: the recipe's own is built.
+
+    Raises:
+      RecipeError: an argument is wrong (the nearest valid one is named), or the class is no
+        workflow.
     """
 
     def own() -> Any:
@@ -58,10 +69,18 @@ def build_workflow(recipe: Recipe, retriever: Any = None) -> Workflow:
 def make_workflow(
     config: WorkflowConfig, folder: Path | None, retriever: Callable[[], Any]
 ) -> Workflow:
-    """A workflow from its section. ``retriever`` is called if the constructor takes one.
+    """A workflow from its section.
 
     ``args.preset`` chooses a preset of the class (``dr_mas``, ...; null: none); other args change
     it.
+
+    Args:
+      config: the section.
+      folder: the recipe's.
+      retriever: makes a retriever; called if the constructor takes one.
+
+    Raises:
+      RecipeError: as in :func:`build_workflow`.
     """
     cls, args = workflow_class(config, folder), dict(config.args)
     keywords, build = keywords_of(cls), cls
@@ -76,7 +95,11 @@ def make_workflow(
 
 
 def check_workflow(workflow: Any) -> Workflow:
-    """The workflow itself. Raises RecipeError unless it names its roles and has a ``run``."""
+    """The workflow itself.
+
+    Raises:
+      RecipeError: it does not name its roles, or has no ``run`` or ``reward`` of the protocol.
+    """
     name = getattr(type(workflow), "__name__", "it")
     roles = getattr(workflow, "roles", None)
     listed = isinstance(roles, Sequence) and not isinstance(roles, str)
@@ -115,7 +138,15 @@ def workflow_class(config: WorkflowConfig, folder: Path | None = None) -> Callab
 
 
 def build_retriever(config: RetrieverConfig, folder: Path | None = None) -> Any:
-    """BM25 over the corpus, or a client of the retrieval servers. Raises RecipeError."""
+    """BM25 over the corpus, or a client of the retrieval servers.
+
+    Args:
+      config: the recipe's section.
+      folder: the recipe's, where a corpus is looked up first.
+
+    Raises:
+      RecipeError: the corpus is missing or cannot be read.
+    """
     corpus = config.corpus
     if corpus is not None and corpus != "factbook":
         corpus = str(find_file(corpus, folder))
@@ -133,7 +164,11 @@ def build_retriever(config: RetrieverConfig, folder: Path | None = None) -> Any:
 
 
 def build_reward(recipe: Recipe) -> Callable[..., Any] | None:
-    """The user's reward function, or None: the workflow's own reward is asked."""
+    """The user's reward function, or None: the workflow's own reward is asked.
+
+    Raises:
+      RecipeError: the file cannot be loaded, or what it names takes no task and outcome.
+    """
     if recipe.reward is None:
         return None
     function = load_object(recipe.reward.path, recipe.folder)
@@ -141,7 +176,11 @@ def build_reward(recipe: Recipe) -> Callable[..., Any] | None:
 
 
 def check_reward(function: Any, where: str = "reward") -> Callable[..., Any]:
-    """The function itself. Raises RecipeError unless it takes a task and an outcome."""
+    """The function itself.
+
+    Raises:
+      RecipeError: it is no function of a task and an outcome; ``where`` names it.
+    """
     if not callable(function):
         raise RecipeError(f"{where}: must be a function, got {short(function)}")
     _check_takes(function, where, "task", "outcome")
@@ -154,9 +193,16 @@ def call_with_args(
     keywords: Collection[str] | None,
     where: str,
 ) -> Any:
-    """Calls with keyword arguments from a recipe. Raises RecipeError for those it does not take.
+    """What ``function(**args)`` returns.
 
-    ``keywords``: the names it takes (None: any).
+    Args:
+      function: a class or function of the user's, or one of ours.
+      args: keyword arguments from a recipe.
+      keywords: the names that it takes; None: any.
+      where: the key path of the arguments, for messages.
+
+    Raises:
+      RecipeError: it does not take an argument, or raises an error of its own.
     """
     if keywords is not None:
         for name in args:

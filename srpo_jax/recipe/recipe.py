@@ -355,11 +355,19 @@ class Recipe(Section):
         return dump_yaml(self.model_dump())
 
     def first_difference(self, saved: Path) -> str | None:
-        """The first setting in which this recipe is another run than the one in ``saved``, a dump.
+        """The first setting in which this recipe is another run than the one in ``saved``.
 
         What the ``trainer`` section says may change between a run and its resumption, but not the
-        target step of a learning-rate schedule that depends on it. None: the same run. Raises
-        RecipeError where ``saved`` holds no recipe.
+        target step of a learning-rate schedule that depends on it.
+
+        Args:
+          saved: a file that :meth:`dump` was written to.
+
+        Returns:
+          The key and both values, or None where it is the same run.
+
+        Raises:
+          RecipeError: ``saved`` holds no recipe.
         """
         content = read_level(saved)
         try:
@@ -393,8 +401,11 @@ class Recipe(Section):
         return values
 
     def objective_config(self) -> ObjectiveConfig:
-        """The preset's objective with the recipe's changes. Raises RecipeError on a conflict, be it
-        with the number of updates of a batch."""
+        """The preset's objective with the recipe's changes.
+
+        Raises:
+          RecipeError: switches contradict each other, or the number of updates of a batch.
+        """
         name, changes = self.objective.preset, self.objective.changes()
         try:
             config = ObjectiveConfig.preset(name, **changes)
@@ -423,7 +434,11 @@ class Recipe(Section):
             raise ValueError("length acts with loss_reduction 'constant_length': leave it out")
 
     def advantage_config(self) -> AdvantageConfig:
-        """The preset's advantage estimator with the recipe's changes. Raises RecipeError."""
+        """The preset's advantage estimator with the recipe's changes.
+
+        Raises:
+          RecipeError: switches contradict each other.
+        """
         changes = self.advantage.changes()
         if "group" in changes:
             changes["group"] = tuple(changes["group"])
@@ -437,7 +452,15 @@ class Recipe(Section):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Reads, merges and checks a recipe file. Raises RecipeError naming the file and key path."""
+    """Reads, merges and checks a recipe file.
+
+    Args:
+      path: looked up in the working folder, then among the recipes of the package.
+      overrides: changes ``key.path=value``, which come last.
+
+    Raises:
+      RecipeError: one line that names the file, the key path and the nearest valid key.
+    """
     file = find(path)
     return parse_recipe(read_with_base(file), overrides, where=str(path), folder=file.parent)
 
@@ -449,7 +472,17 @@ def parse_recipe(
     where: str = "recipe",
     folder: Path | None = None,
 ) -> Recipe:
-    """Checks a recipe given as a mapping; ``where`` names it in errors. Raises RecipeError."""
+    """Checks a recipe given as a mapping.
+
+    Args:
+      content: keys and values, without ``base``.
+      overrides: changes ``key.path=value``.
+      where: names the recipe in errors.
+      folder: where paths are looked up first; None: the working folder.
+
+    Raises:
+      RecipeError: one line that names the key path and the nearest valid key.
+    """
     content = with_overrides(content, overrides)
     try:
         recipe = Recipe.model_validate(content)

@@ -8,7 +8,8 @@ from urllib.parse import SplitResult, urlsplit
 def split_server_url(url: str) -> SplitResult:
     """The parts of a base address, host and scheme among them.
 
-    Raises ValueError for what is none.
+    Raises:
+      ValueError: it is no address of an HTTP server.
     """
     try:
         parts = urlsplit(url)
@@ -21,6 +22,6 @@ def split_server_url(url: str) -> SplitResult:
 
 
 def server_url(url: str) -> str:
-    """``url``, checked. Raises ValueError."""
+    """``url`` itself, checked as :func:`split_server_url` does."""
     split_server_url(url)
     return url

@@ -42,9 +42,12 @@ SectionT = TypeVar("SectionT", bound=Changes)
 
 
 def of_switches(config: type) -> Callable[[type[SectionT]], type[SectionT]]:
-    """Gives a section a key for each field of ``config`` that it does not declare itself.
+    """A class decorator that gives a section a key for each switch that it does not declare itself.
 
     What more a value must be is the dataclass's own check, when the recipe builds it.
+
+    Args:
+      config: the dataclass of the switches.
     """
 
     def add(section: type[SectionT]) -> type[SectionT]:

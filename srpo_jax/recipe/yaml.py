@@ -87,7 +87,15 @@ for _tag, (_pattern, _first) in _NUMBERS.items():
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Reads one YAML document. Raises RecipeError naming ``where`` and the line."""
+    """Reads one YAML document.
+
+    Args:
+      text: the document.
+      where: names it in errors.
+
+    Raises:
+      RecipeError: it is no YAML, or no value that a recipe takes; the line is named.
+    """
     try:
         return yaml.load(text, _Loader)
     except RecursionError:
@@ -105,7 +113,11 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Reads a file that holds one mapping. Raises RecipeError when it cannot be read or is none."""
+    """Reads a file that holds one mapping.
+
+    Raises:
+      RecipeError: the file cannot be read, is not UTF-8, or holds something else.
+    """
     try:
         check_file(path)
         content = Path(path).read_bytes()
