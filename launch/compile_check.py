@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from launch.cli import Parser, add_recipe_arguments, entry, output
 from srpo_jax.recipe.errors import RecipeError, nearest
-from srpo_jax.recipe.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from models.known_configs import Architecture
+    from srpo_jax.recipe.recipe import Recipe
 
 _TOPOLOGY = re.compile(r"([a-z0-9]+):(\d+(?:x\d+){1,2})")
 
@@ -47,6 +47,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     _silence_libtpu()
+    from srpo_jax.recipe.recipe import load_recipe
+
     recipe = load_recipe(args.recipe, args.overrides)
     from models.known_configs import find_architecture
 
