@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -501,8 +498,6 @@ def test_what_xla_refuses_is_named():
         refused.compile()
 
 
-ROOT = Path(__file__).resolve().parents[1]
-
 # ---- the command ---------------------------------------------------------------------------------
 
 
@@ -538,29 +533,6 @@ def test_the_whole_command(run, four_devices):
     assert "on each host 4 replicas of 1 devices, each with 8 slots and 2,560 cached tokens" in out
     assert "4 v5e devices: data 1 x fsdp 4 x tensor 1; 64 micro-batches of 4 x 256 tokens" in out
     assert "GiB left of 15.75 GiB" in out
-
-
-def test_libtpu_is_silenced_before_jax_is_in(recipe_file):
-    """In a new process, which ends where jax would be imported first."""
-    code = f"""
-import os, sys
-from importlib.abc import MetaPathFinder
-from launch.compile_check import LIBTPU_ENVIRONMENT, main
-
-class Watch(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("jax", "jaxlib", "libtpu"):
-            unset = [n for n, v in LIBTPU_ENVIRONMENT.items() if os.environ.get(n) != v]
-            sys.exit(f"{{name}} is imported, {{unset}} are not set")
-
-sys.meta_path.insert(0, Watch())
-main([{str(recipe_file)!r}, "--topology", "v5e:2x2"])
-"""
-    env = {k: v for k, v in os.environ.items() if k not in LIBTPU_ENVIRONMENT}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True
-    )
-    assert done.stderr == "jax is imported, [] are not set\n"
 
 
 def test_what_does_not_fit_exits_with_1(run, four_devices, monkeypatch):

@@ -13,15 +13,7 @@ from hypothesis import strategies as st
 from srpo_jax.advantage import AdvantageConfig
 from srpo_jax.objective_config import ObjectiveConfig, names_in, switch_types
 from srpo_jax.recipe.errors import RecipeError
-from srpo_jax.recipe.plugins import (
-    build_reward,
-    build_workflow,
-    keywords_of,
-    load_object,
-    make_workflow,
-    workflow_class,
-)
-from srpo_jax.recipe.presets import preset_changes
+from srpo_jax.recipe.plugins import build_reward, build_workflow, load_object, make_workflow
 from srpo_jax.recipe.recipe import WorkflowConfig, load_recipe, parse_recipe
 from srpo_jax.recipe.yaml import dump_yaml, inline_yaml, parse_yaml
 
@@ -511,49 +503,6 @@ def test_presets_of_built_in_workflows():
         make_workflow(WorkflowConfig(name="math", args={"preset": "dr_max"}), None, lambda: None)
     with pytest.raises(RecipeError, match=r"workflow\.args\.solver: .*did you mean `solvers`\?"):
         make_workflow(WorkflowConfig(name="math", args={"solver": 2}), None, lambda: None)
-
-
-DIFFERENCES = [
-    ([], None),
-    (["objective.clip_eps=0.2", "advantage.invalid_penalty=0.3", "workflow.args.solvers=5"], None),
-    (["objective.preset=dr_grpo", "rollout.response_tokens=20"], None),
-    (["objective.clip_low=0.1"], "objective: srpo, but clip_low 0.1 (preset 0.2)"),
-    (
-        ["objective.preset=gspo", "objective.clip_eps=3e-4"],
-        "objective: gspo, but clip_high 0.0003 (preset 0.0004)",
-    ),
-    (
-        ["objective.preset=dr_mas", "objective.dual_clip=null", "advantage.group=[task]"],
-        "objective: dr_mas, but dual_clip null (preset 3.0); "
-        "advantage: dr_mas, but group [task] (preset [task, role])",
-    ),
-    (
-        ["objective.preset=dr_grpo", "objective.length=77"],
-        "objective: dr_grpo, but length 77 (preset 4096)",
-    ),
-    (["workflow.args={preset: dr_mas, rounds: 2, verifier: true}"], None),
-    (
-        ["workflow.args={preset: dr_mas, rounds: 3, prompt_style: short}"],
-        "workflow: dr_mas, but rounds 3 (preset 2), prompt_style short (preset full)",
-    ),
-]
-
-
-@pytest.mark.parametrize("overrides, line", DIFFERENCES)
-def test_what_differs_from_a_preset_is_one_line(overrides, line):
-    assert preset_changes(recipe(*overrides)) == line
-
-
-def test_a_workflow_from_python_is_not_compared():
-    assert preset_changes(recipe("workflow={path: nowhere.py:Team}"), own_workflow=True) is None
-
-
-@pytest.mark.parametrize("name", ["math", "search"])
-def test_a_workflows_presets_are_those_of_its_constructor(name):
-    cls = workflow_class(WorkflowConfig(name=name))
-    assert "dr_mas" in cls.PRESETS
-    for args in cls.PRESETS.values():
-        assert args.keys() <= keywords_of(cls).keys()
 
 
 def test_the_dump_is_plain_yaml():

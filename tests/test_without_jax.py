@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.compile_check import LIBTPU_ENVIRONMENT
 from launch.srpo import COMMANDS
 from srpo_jax.run.logs import EpisodeWriter, MetricLogger
 
@@ -111,3 +112,26 @@ def test_a_run_is_shown_and_reported(tmp_path):
     )
     assert "reward 1  correct" in said and "0.5 -> 0.5" in said
     assert (tmp_path / "report/reward.png").exists()
+
+
+def test_libtpu_is_silenced_before_jax_is_in():
+    """In a new process, which ends where jax would be imported first."""
+    code = """
+import os, sys
+from importlib.abc import MetaPathFinder
+from launch.compile_check import LIBTPU_ENVIRONMENT, main
+
+class Watch(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("jax", "jaxlib", "libtpu"):
+            unset = [n for n, v in LIBTPU_ENVIRONMENT.items() if os.environ.get(n) != v]
+            sys.exit(f"{name} is imported, {unset} are not set")
+
+sys.meta_path.insert(0, Watch())
+main(["configs/quickstart_math.yaml", "--topology", "v5e:2x2"])
+"""
+    env = {k: v for k, v in os.environ.items() if k not in LIBTPU_ENVIRONMENT}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert done.stderr == "jax is imported, [] are not set\n"
