@@ -18,6 +18,9 @@ class Metric(NamedTuple):
     meaning: str
 
 
+# Events without an advantage take no pass through the model: what needs log-probs leaves them out.
+_OF = "(of rows/trained)"
+
 METRICS = tuple(
     Metric(*line)
     for line in (
@@ -36,7 +39,7 @@ METRICS = tuple(
         ("response/length", "tokens", "mean length of an output"),
         ("prompt/length", "tokens", "mean length of a prompt"),
         ("policy/entropy", "nats a token", "mean of -log p of the sampled tokens"),
-        ("policy/sampler_gap", "nats a token", "mean |sampler - learner| of a log-prob"),
+        ("policy/sampler_gap", "nats a token", f"mean |sampler - learner| of a log-prob {_OF}"),
         ("invalid/ROLE", "", "share of the role's outputs that are malformed"),
         ("truncated/ROLE", "", "share cut by the length limit"),
         ("prompt_cut/ROLE", "", "share of the role's prompts in which a text was shortened"),
@@ -59,16 +62,16 @@ METRICS = tuple(
         ("advantage/nonfinite_returns", "events", "whose return is no finite number"),
         ("update/loss", "", "the whole loss, mean over the step's updates"),
         ("update/surrogate", "", "the clipped surrogate J alone"),
-        ("update/ratio_mean", "", "mean of the unit's ratio (of the event, for SRPO)"),
-        ("update/ratio_min", "", "smallest ratio"),
-        ("update/ratio_max", "", "largest ratio"),
-        ("update/ratio_kK_pQ", "", "quantile Q (percent) of the ratios of events of K members"),
+        ("update/ratio_mean", "", f"mean of the unit's ratio (of the event, for SRPO) {_OF}"),
+        ("update/ratio_min", "", f"smallest ratio {_OF}"),
+        ("update/ratio_max", "", f"largest ratio {_OF}"),
+        ("update/ratio_kK_pQ", "", f"quantile Q (percent) of the ratios at K members {_OF}"),
         ("update/ratio_tokens_N_pQ", "", "the same over events of N to 2N - 1 tokens"),
-        ("update/member_var_kK", "", "sigma^2 of eq. 5 over the events of K members"),
+        ("update/member_var_kK", "", f"sigma^2 of eq. 5 at K members {_OF}"),
         ("update/member_cov_kK", "", "the covariance term of eq. 5"),
-        ("update/clip_fraction", "", "share of units whose clipped branch is active"),
-        ("update/clamped_events", "events", "with |L_e| > 20, whose exponent is clamped"),
-        ("update/approx_kl", "nats", "estimate of the KL between old and current policy"),
+        ("update/clip_fraction", "", "share of all units whose clipped branch is active"),
+        ("update/clamped_events", "events", f"|L_e| > 20, exponent clamped {_OF}"),
+        ("update/approx_kl", "nats", f"KL of old to current policy, mean over tokens {_OF}"),
         ("update/kl", "nats a token", "the KL term, where kl_coef is on"),
         ("update/grad_norm", "", "norm before clipping, mean over the step's applied updates"),
         ("update/grad_norm_ROLE", "", "norm of the role's own part of the gradient"),
@@ -78,8 +81,8 @@ METRICS = tuple(
         ("update/skipped", "updates", "not applied, whatever the cause"),
         ("update/skipped_nonfinite", "updates", "not applied for a gradient that is not finite"),
         ("update/nonfinite_events", "events", "dropped for a log-prob that is not finite"),
-        ("update/sampler_weight", "", "mean weight of truncated importance sampling"),
-        ("update/sampler_truncated", "", "share of units whose weight hit sampler_cap"),
+        ("update/sampler_weight", "", f"mean weight of truncated importance sampling {_OF}"),
+        ("update/sampler_truncated", "", f"share of units whose weight hit sampler_cap {_OF}"),
         ("eval/NAME/avg", "", "Avg@k: mean fraction correct; NAME macro: over benchmarks"),
         ("eval/NAME/pass", "", "Pass@k: fraction of tasks solved at least once"),
         ("eval/NAME/failed", "episodes", "that failed; they count as wrong"),
