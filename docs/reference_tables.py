@@ -66,7 +66,8 @@ def _section(model: type[BaseModel], path: str) -> Iterator[str]:
         own, repeated = _models(field.annotation)
         inner += [(sub, f"{key}.NAME." if repeated else f"{key}.") for sub in own]
         default = "required" if field.is_required() else _default(field)
-        rows.append([f"`{key}`", _type(field.annotation), default])
+        kind = typing.Annotated[field.annotation, *field.metadata, None]
+        rows.append([f"`{key}`", _type(kind), default])
     title = path.removesuffix(".") or "The recipe"
     yield f"## {title}\n\n{inspect.getdoc(model)}\n\n" + _table(["key", "type", "default"], rows)
     for sub, where in inner:
@@ -91,13 +92,16 @@ def _models(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
 
 
 def _type(annotation: Any) -> str:
+    from srpo_jax.recipe.switches import Choice
+
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is type(None):
         return "null"
     if origin is typing.Literal:
         return ", ".join(_code(arg) for arg in args)
     if origin is typing.Annotated:
-        return _type(args[0])
+        choices = [mark for mark in args[1:] if isinstance(mark, Choice)]
+        return ", ".join(map(_code, choices[0].names())) if choices else _type(args[0])
     if origin in (list, tuple):
         return f"list of {_type(args[0])}"
     if origin is dict:

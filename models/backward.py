@@ -30,11 +30,22 @@ def add_gradients(
     head_stage: HeadStage,
     forward: Forward,
 ) -> tuple[dict, Any]:
-    """``sums`` plus the gradient of a loss with respect to ``params``, and what the stage returned.
+    """Adds the gradient of a loss on the last hidden states to given sums (gradient accumulation).
 
-    ``graphdef, params`` as from ``split_params``; ``sums`` has the structure of ``params``. The
-    stage sees the hidden states after the last norm and the vocabulary projection, and returns the
-    loss's gradient for both (the head's in the head's layout) and anything else.
+    Args:
+        graphdef: The model's static part, from ``split_params``.
+        params: Its parameters, from there too.
+        sums: With the structure of ``params``.
+        tokens_BT: [B, T] int.
+        positions_BT: [B, T] int.
+        segment_ids_BT: [B, T] int.
+        head_stage: (hidden states [B, T, D] after the last norm, vocabulary projection, its
+            vocabulary axis) -> (the loss's gradient for the hidden states, for the projection in
+            its layout, anything else).
+        forward: How the pass is computed.
+
+    Returns:
+        (the new sums, anything else of the stage).
     """
     model: Qwen = nnx.merge(graphdef, params)
     inputs = (tokens_BT, positions_BT, segment_ids_BT)

@@ -22,7 +22,12 @@ _KERNELS = {
 
 
 def param_spec(path: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
-    """PartitionSpec of the parameter at ``path``, such as ("layers", "q_proj", "kernel")."""
+    """Which mesh axes a parameter is split over, whether or not they divide it.
+
+    Args:
+        path: Such as ("layers", "q_proj", "kernel").
+        shape: Of the parameter; leading axes of a stack stay whole.
+    """
     *_, module, leaf = path
     if leaf == "embedding":
         spec: tuple[str | None, ...] = ("tensor", "fsdp")
@@ -59,10 +64,13 @@ def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 class Placement:
-    """The sharding constraints of a forward pass and its gradient on ``mesh``.
+    """The sharding constraints of a forward pass and its gradient (data and tensor parallel).
 
     Without them the partitioner replicates activations, or sums the gradients of whole kernels on
     every device.
+
+    Args:
+        mesh: With the axes data, fsdp and tensor.
     """
 
     def __init__(self, mesh: Mesh):
@@ -76,8 +84,11 @@ class Placement:
         return self._constrain(x, ("data", "fsdp"))
 
     def gather(self, layer: Any, dtype: Any) -> Any:
-        """One layer's module with kernels in ``dtype``, whole over fsdp; their gradients go back
-        reduce-scattered, in ``dtype``: half the traffic of float32 where it is bfloat16."""
+        """One layer's module with kernels in ``dtype``, whole over fsdp.
+
+        Their gradients go back reduce-scattered, in ``dtype``: half the traffic of float32 where it
+        is bfloat16.
+        """
 
         def one(path, leaf):
             names = _names(path)
@@ -92,8 +103,16 @@ class Placement:
         return jax.tree_util.tree_map_with_path(one, layer)
 
     def embed(self, table_VD: jax.Array, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
-        """Embeddings [B, T, D], looked up where the table lies: one all-to-all, and no gather of
-        the table."""
+        """Embeddings, looked up where the table lies: one all-to-all, and no gather of the table.
+
+        Args:
+            table_VD: [V, D] floating.
+            tokens_BT: [B, T] int.
+            dtype: Of the result.
+
+        Returns:
+            [B, T, D].
+        """
         B, D = tokens_BT.shape[0], table_VD.shape[1]
         width = "fsdp" if D % self.mesh.shape["fsdp"] == 0 else None
         data = "data" if B % self.mesh.shape["data"] == 0 else None

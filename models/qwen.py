@@ -20,17 +20,10 @@ from models.attention.mesh import Attention
 from models.attention.select import causal_attention
 from models.config import ModelConfig
 from models.partition import Placement
+from models.remat import REMAT_POLICIES
 
 Rope = tuple[jax.Array, jax.Array]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
-
-# What the backward pass finds stored, by name; everything else of a layer is computed again.
-REMAT_POLICIES = {
-    "none": None,  # everything is stored
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # matrix products
-    "attention": jax.checkpoint_policies.save_only_these_names("attention"),
-    "full": jax.checkpoint_policies.nothing_saveable,  # the layer's input alone
-}
 
 INIT_STD = 0.02  # initializer_range of the family
 
@@ -38,10 +31,11 @@ INIT_STD = 0.02  # initializer_range of the family
 class Forward(NamedTuple):
     """How a forward pass over whole sequences is computed.
 
-    dtype      of the computation; None: the parameters' own
-    remat      a name of REMAT_POLICIES
-    attention  takes (q, k, v, segment_ids) as ``causal_attention`` does
-    placement  the sharding constraints on a mesh; None on one device
+    Attributes:
+        dtype: Of the computation; None: the parameters' own.
+        remat: A name of ``REMAT_POLICIES``.
+        attention: Takes (q, k, v, segment_ids) as ``causal_attention`` does.
+        placement: The sharding constraints on a mesh; None on one device.
     """
 
     dtype: Any = None
@@ -115,8 +109,8 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
+        full = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        normed = full * jax.lax.rsqrt(jnp.mean(jnp.square(full), -1, keepdims=True) + self.eps)
         return normed.astype(x.dtype) * self.scale[...].astype(x.dtype)
 
 
@@ -138,10 +132,16 @@ class Embedding(nnx.Module):
 
 
 def rope_tables(config: ModelConfig, positions: jax.Array, dtype: Any) -> Rope:
-    """cos and sin [..., H/2] of rotary positions, from float32 angles (float64 stays float64)."""
-    wide = jnp.promote_types(dtype, jnp.float32)
-    inv_freq = jnp.asarray(config.inverse_frequencies(), wide)
-    angles = positions[..., None].astype(wide) * inv_freq
+    """cos and sin [..., H/2] of rotary positions, from float32 angles (float64 stays float64).
+
+    Args:
+        config: Says the frequencies.
+        positions: [...] int.
+        dtype: Of the tables.
+    """
+    full = jnp.promote_types(dtype, jnp.float32)
+    inv_freq = jnp.asarray(config.inverse_frequencies(), full)
+    angles = positions[..., None].astype(full) * inv_freq
     return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
 
 
@@ -179,9 +179,16 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: jax.Array, rope: Rope, attend: Attend, tensor_axis: str | None = None
     ) -> tuple[jax.Array, Any]:
-        """x [..., D] -> ([..., D], what ``attend`` returned beside its heads, such as a cache).
+        """One layer.
 
-        ``tensor_axis``: the mapped axis over which the kernels are split, under shard_map.
+        Args:
+            x: [..., D] floating, the residual stream.
+            rope: Tables [..., H/2] of the tokens' positions.
+            attend: (q [..., N, H], k and v [..., Kv, H]) -> ([..., N, H], anything to carry).
+            tensor_axis: The mapped axis over which the kernels are split, under shard_map.
+
+        Returns:
+            ([..., D], what ``attend`` returned beside its heads, such as a KV cache).
         """
         h = self.input_norm(x)
 
@@ -204,7 +211,13 @@ class DecoderLayer(nnx.Module):
 
 
 class Qwen(nnx.Module):
-    """A decoder-only language model. ``dtype`` is that of the parameters."""
+    """A decoder-only language model.
+
+    Args:
+        config: Its shape.
+        rngs: Draw the parameters.
+        dtype: Of the parameters.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32):
         self.config = config
@@ -222,7 +235,17 @@ class Qwen(nnx.Module):
         *,
         forward: Forward = PLAIN,
     ) -> jax.Array:
-        """Hidden states [B, T, D] after the last norm."""
+        """Hidden states after the last norm.
+
+        Args:
+            tokens_BT: [B, T] int.
+            positions_BT: [B, T] int, of each token in its segment.
+            segment_ids_BT: [B, T] int; a token attends to its own segment alone.
+            forward: How the pass is computed.
+
+        Returns:
+            [B, T, D] in ``forward.dtype``.
+        """
         chex.assert_rank([tokens_BT, positions_BT, segment_ids_BT], 2)
         chex.assert_equal_shape([tokens_BT, positions_BT, segment_ids_BT])
         step = self.layer_step(positions_BT, segment_ids_BT, forward)
@@ -232,7 +255,7 @@ class Qwen(nnx.Module):
 
         policy = REMAT_POLICIES[forward.remat]
         if policy is not None:
-            body = jax.checkpoint(body, policy=policy)
+            body = jax.checkpoint(body, policy=policy(jax.checkpoint_policies))
         x, _ = jax.lax.scan(body, self.embed(tokens_BT, forward), self.layers)
         return self.norm(x)
 

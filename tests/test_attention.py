@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models.attention.forms import ATTENTION_FORMS, AttentionForm
+from models.attention.select import attention_on
 from models.attention.sequence import blocked_attention, plain_attention
+from srpo_jax.recipe.errors import RecipeError
+from srpo_jax.recipe.recipe import parse_recipe
+from srpo_jax.recipe.yaml import parse_yaml
+from tests.learner_cases import one_device
+from tests.test_config import MINIMAL
 
 
 def inputs(T, N, Kv, H, dtype=jnp.float32, B=3):
@@ -58,3 +65,34 @@ def test_blocked_scores_stay_within_a_block_of_queries():
     walk(jax.make_jaxpr(form)(*args[:3], args[3]).jaxpr)
     assert any(s[-1:] == (T,) for s in shapes)  # the walk did reach the scores
     assert not [s for s in shapes if s[-2:] == (T, T)]
+
+
+# ---- the table of forms --------------------------------------------------------------------------
+
+
+def test_a_form_is_one_entry_of_a_table(monkeypatch):
+    """Recipes take its name, and the learner's mesh gets what it builds; ``auto`` prefers one of
+    the mesh's own platform, for the arguments that it takes."""
+    minimal = parse_yaml(MINIMAL, "minimal")
+    with pytest.raises(RecipeError, match=r"learner\.attention: 'zeros' is none of auto, plain, "):
+        parse_recipe(minimal, ["learner.attention=zeros"])
+    even = AttentionForm(
+        lambda mesh: lambda q, k, v, ids: jnp.zeros_like(q),
+        platform="cpu",
+        takes=lambda shape, kv_heads, dtype: shape[1] % 2 == 0,
+    )
+    monkeypatch.setitem(ATTENTION_FORMS, "zeros", even)
+    name = parse_recipe(minimal, ["learner.attention=zeros"]).learner.attention
+    args = inputs(4, 4, 2, 8)
+    assert not attention_on(one_device(), name)(*args).any()
+    assert not attention_on(one_device())(*args).any()
+    odd = inputs(5, 4, 2, 8)
+    np.testing.assert_allclose(attention_on(one_device())(*odd), plain_attention(*odd), atol=1e-5)
+
+
+def test_forms_of_other_platforms_and_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="attention 'splash' runs on tpu, the mesh is on cpu"):
+        attention_on(one_device(), "splash")
+    known = "attention 'flash' is not one of auto, plain, blocked, splash, triton"
+    with pytest.raises(ValueError, match=known):
+        attention_on(one_device(), "flash")

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.qwen import REMAT_POLICIES
+from models.remat import REMAT_POLICIES
 from srpo_jax.learner.batch import ShapeMemory, build_batch
 from srpo_jax.learner.optimizer import make_optimizer
 from srpo_jax.learner.sharding import make_mesh
 from srpo_jax.objective import ObjectiveConfig
-from srpo_jax.recipe.recipe import OptimizerConfig
+from srpo_jax.recipe.errors import RecipeError
+from srpo_jax.recipe.recipe import OptimizerConfig, parse_recipe
+from srpo_jax.recipe.yaml import parse_yaml
 from tests.learner_cases import (
     advantages_of,
     batch_of,
@@ -28,6 +30,7 @@ from tests.learner_cases import (
     tiny_model,
 )
 from tests.objective_oracle import clipmin
+from tests.test_config import MINIMAL
 
 
 def off_policy(learner, seed=1):
@@ -57,6 +60,24 @@ def test_every_remat_policy_computes_the_same_gradient(remat, tied):
             learner = make_learner(model, dtype=jnp.float64, remat=policy)
             grads.append(gradient_of(learner, batch_of(rows=4), off_policy(learner))[0])
         assert relative_error(grads[1], grads[0]) < 1e-12
+
+
+def test_a_remat_policy_is_one_entry_of_a_table(monkeypatch):
+    """Its name is the recipe's too, and the model gets the policy."""
+    minimal = parse_yaml(MINIMAL, "minimal")
+    with pytest.raises(RecipeError, match=r"learner\.remat: 'all' is none of none, dots, "):
+        parse_recipe(minimal, ["learner.remat=all"])
+    asked = []
+
+    def everything(policies):
+        asked.append(policies)
+        return policies.everything_saveable
+
+    monkeypatch.setitem(REMAT_POLICIES, "all", everything)
+    assert parse_recipe(minimal, ["learner.remat=all"]).learner.remat == "all"
+    learner, batch = make_learner(remat="all"), batch_of(rows=4)
+    got, want = (x.gradient(batch)[0].grads for x in (learner, make_learner()))
+    assert asked and relative_error(got, want) < 1e-6
 
 
 def test_an_unknown_remat_policy_is_refused():

@@ -23,6 +23,8 @@ from pydantic import (
 )
 
 from envs.built_in import WORKFLOWS
+from models.attention.forms import ATTENTION_FORMS, AUTO
+from models.remat import REMAT_POLICIES
 from srpo_jax.advantage import AdvantageConfig
 from srpo_jax.objective_config import ObjectiveConfig
 from srpo_jax.recipe.errors import RecipeError, first_problem
@@ -40,7 +42,7 @@ from srpo_jax.recipe.sections import (
     RolloutConfig,
     Section,
 )
-from srpo_jax.recipe.switches import Changes, of_switches
+from srpo_jax.recipe.switches import Changes, key_of, of_switches
 from srpo_jax.recipe.yaml import dump_yaml
 
 __all__ = ["Recipe", "RecipeError", "TaskSet", "load_recipe", "parse_recipe"]
@@ -239,8 +241,8 @@ class LearnerConfig(Section):
     updates_per_batch: Count = 1
     epochs: Count = 1
     mesh: MeshConfig = MeshConfig()
-    remat: Literal["none", "dots", "attention", "full"] = "full"
-    attention: Literal["auto", "plain", "blocked", "splash", "triton"] = "auto"
+    remat: Annotated[str, key_of(lambda: REMAT_POLICIES)] = "full"
+    attention: Annotated[str, key_of(lambda: (AUTO, *ATTENTION_FORMS))] = AUTO
     logprob_chunk: Count | None = None
     role_norms_every: NonNegativeInt = 0
     max_nonfinite: NonNegativeInt = 3

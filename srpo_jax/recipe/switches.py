@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from types import GenericAlias
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
@@ -74,12 +74,28 @@ def _key_type(hint: Any) -> Any:
     if get_origin(hint) is tuple:
         return GenericAlias(list, (_key_type(get_args(hint)[0]),))
     if get_origin(hint) is Annotated and names_in(hint) is not None:
-        return Annotated[str, AfterValidator(lambda name: _known(name, hint))]
+        return Annotated[str, key_of(lambda: names_in(hint) or ())]
     return hint
 
 
-def _known(name: str, hint: Any) -> str:
-    known = names_in(hint) or ()
-    if name not in known:
-        raise ValueError(f"must be one of {', '.join(known)}, got {short(name)}")
-    return name
+@dataclass(frozen=True)
+class Choice(AfterValidator):
+    """Marks a text that must be one of ``names()``."""
+
+    names: Callable[[], Iterable[str]] = tuple
+
+
+def key_of(names: Callable[[], Iterable[str]]) -> Choice:
+    """What the type of a key is annotated with, so that its value is one of the names.
+
+    Args:
+        names: Gives them; asked at every check, so that a table may grow.
+    """
+
+    def check(name: str) -> str:
+        known = tuple(names())
+        if name not in known:
+            raise ValueError(f"must be one of {', '.join(known)}, got {short(name)}")
+        return name
+
+    return Choice(check, names)
