@@ -2,28 +2,43 @@
 
 One function, :func:`setwise_objective`, covers SRPO (arXiv 2609.08452, eq. 3, 4 and 7) and the
 token, sequence and policy-gradient objectives it is compared with: :class:`ObjectiveConfig` holds
-the switches, and a preset names one point of the family.
+the switches, and a preset names one point of the family. Its parts are the functions of
+``srpo_jax.objective_terms``; its diagnostics are those of :func:`objective_metrics`.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from srpo_jax.objective_config import KL_ESTIMATORS, SET_REDUCTIONS, ObjectiveConfig
+from srpo_jax.objective_config import KL_ESTIMATORS, NO_RATIO, ObjectiveConfig
+from srpo_jax.objective_terms import (
+    MAX_LOG_RATIO,
+    Counts,
+    EventLayout,
+    LogRatios,
+    Surrogate,
+    bounded_exp,
+    clipped_surrogate,
+    event_layout,
+    log_ratios,
+    policy_gradient_surrogate,
+    ratio_of,
+    reduce_surrogate,
+)
 
-# Beyond this |log-ratio| the exponent is held and its gradient is zero.
-MAX_LOG_RATIO = 20.0
 SRPO = ObjectiveConfig()
 
 
 class ObjectiveMetrics(NamedTuple):
     """Diagnostics of one call, without gradient. Scalars unless a shape is given.
 
-    Units are what carries the ratio (events for SRPO); only complete events are counted.
+    Units are what carries the ratio (events for SRPO). All complete events of the call are counted,
+    those without an advantage included. See ``count_skipped`` for events that are left out of it.
     """
 
     loss: jax.Array
@@ -51,6 +66,25 @@ class ObjectiveMetrics(NamedTuple):
     sampler_truncated: jax.Array  # share of units whose sampler weight was cut
 
 
+class LossTerms(NamedTuple):
+    """What the loss is made of: scalars, differentiable."""
+
+    loss: jax.Array
+    surrogate: jax.Array
+    kl: jax.Array
+    entropy: jax.Array
+
+
+class Units(NamedTuple):
+    """The surrogates of a call before their reduction. Arrays per unit, any one shape."""
+
+    log_ratio: jax.Array
+    valid: jax.Array  # bool
+    surrogate: Surrogate
+    sampler_weight: jax.Array  # min(q_old / q_sampler, cap); 1 where it is off
+    sampler_truncated: jax.Array  # bool, the cap was reached
+
+
 def setwise_objective(
     current_logp: chex.Array,
     old_logp: chex.Array,
@@ -76,317 +110,253 @@ def setwise_objective(
         rho_e = exp(K_e^(-1/2) * sum_j l_j)
         loss  = -(1/|B|) * sum_e min(rho_e A_e, clip(rho_e, 1 - clip_low, 1 + clip_high) A_e)
 
-    current_logp, old_logp  [S, T] floating; differentiable in current_logp
-    loss_mask               [S, T] bool or integer: the generated tokens. Other positions may hold
-                            anything, NaN and infinities included
-    row_event               [R] integer, the event of each member output; padding rows hold E
-    event_size              [E] integer, K_e; 0 for padding events
-    event_advantage         [E] floating
-    event_valid             [E] bool, complete events; None: all. An event whose rows in this call
-                            are not event_size many is left out in any case
-    token_row               [S, T] integer, the row of each token, padding R; None: row = sequence
-    reference_logp, entropy, sampler_logp   [S, T] floating, needed where kl_coef, entropy_coef,
-                            sampler_cap is set
-    row_advantage           [R] floating, replaces event_advantage for member and token ratios
-                            (estimators that tell the members of one event apart)
-    num_events, num_tokens, num_members   divisors over the whole mini-batch of an optimiser step;
-                            None: counted from this call. With the global ones, the losses of
-                            micro-batches (whole events each) add up to the full loss
+    Computes in ``promote_types(dtype of the log-probs, float32)``. With the divisors of the whole
+    mini-batch, the losses of micro-batches (whole events each) add up to the full loss.
 
-    Computes in ``promote_types(dtype of the log-probs, float32)``. A batch without a complete event
-    has loss 0 and gradient 0. Raises AssertionError (chex) on wrong shapes or dtypes, ValueError
-    where the config needs an argument that is missing.
+    Args:
+        current_logp: [S, T] floating, log q_cur of each token; differentiable.
+        old_logp: [S, T] floating, log q_old.
+        loss_mask: [S, T] bool or int, the generated tokens. Other positions may hold anything, NaN
+            and infinities included.
+        row_event: [R] int, the event of each member output; padding rows hold E.
+        event_size: [E] int, K_e; 0 for padding events.
+        event_advantage: [E] floating.
+        event_valid: [E] bool, complete events; None: all. An event whose rows in this call are not
+            event_size many is left out in any case.
+        token_row: [S, T] int, the row of each token, padding R; None: row = sequence.
+        reference_logp: [S, T] floating, needed where ``kl_coef`` is set.
+        entropy: [S, T] floating, needed where ``entropy_coef`` is set; differentiable.
+        sampler_logp: [S, T] floating, needed where ``sampler_cap`` is set.
+        row_advantage: [R] floating, replaces event_advantage for member and token ratios
+            (estimators that tell the members of one event apart).
+        num_events: |B| of the whole mini-batch of an optimiser step; None: counted from this call.
+        num_tokens: Its generated tokens; None: counted from this call.
+        num_members: Its member outputs; None: counted from this call.
+        config: The switches; SRPO by default.
+
+    Returns:
+        (loss, metrics). A batch without a complete event has loss 0 and gradient 0.
+
+    Raises:
+        AssertionError: From chex, on a wrong shape or dtype.
+        ValueError: Where the config needs an argument that is missing.
     """
-    current, row_event, event_size = map(jnp.asarray, (current_logp, row_event, event_size))
-    chex.assert_rank([current, row_event, event_size], [2, 1, 1])
-    arrays = {"current": current, "old": jnp.asarray(old_logp)}
+    logps = _checked_logps(
+        config, current_logp, old_logp, loss_mask, reference_logp, entropy, sampler_logp
+    )
+    dtype = logps["current"].dtype
+    chex.assert_rank([row_event, event_size], [1, 1])
+    layout = event_layout(
+        loss_mask, row_event, event_size, event_valid=event_valid, token_row=token_row, dtype=dtype
+    )
+    event_adv, row_adv = _advantages(layout, event_advantage, row_advantage, config)
+    divisors = Counts(
+        layout.counts.events if num_events is None else num_events,
+        layout.counts.members if num_members is None else num_members,
+        layout.counts.tokens if num_tokens is None else num_tokens,
+    )
+    # Masked before anything else sees it: a product with a mask would keep NaN and inf.
+    gap = jnp.where(layout.token_valid, logps["current"] - logps["old"], 0)
+    ratios = log_ratios(gap, layout, config)
+    advantage = config.unit.advantage(layout, event_adv, row_adv)
+    units = _units(logps, ratios, advantage, layout, config)
+    terms = _loss_terms(units, logps, layout, divisors, config)
+    metrics = objective_metrics(terms, units, ratios, event_adv, layout, config)
+    return terms.loss, metrics
+
+
+def objective_metrics(
+    terms: LossTerms,
+    units: Units,
+    ratios: LogRatios,
+    event_advantage: jax.Array,
+    layout: EventLayout,
+    config: ObjectiveConfig,
+) -> ObjectiveMetrics:
+    """The diagnostics of a loss, over all complete events of ``layout``; no gradient passes.
+
+    Args:
+        terms: The loss and its terms, reported as they are.
+        units: The surrogates before the reduction.
+        ratios: Log-ratios of tokens, members and events.
+        event_advantage: [E] floating; an event whose own is 0 counts as one without advantage.
+        layout: The batch's memberships.
+        config: The objective's switches.
+    """
+    terms, units, ratios, event_advantage = jax.lax.stop_gradient(
+        (terms, units, ratios, event_advantage)
+    )
+    dtype, counts, valid = layout.k.dtype, layout.counts, units.valid
+    _, ratio, clipped = units.surrogate
+    num_units = jnp.sum(valid, dtype=jnp.int32)
+    live_events = jnp.sum(event_advantage != 0, dtype=jnp.int32)
+    clamped = valid & (jnp.abs(units.log_ratio) > MAX_LOG_RATIO)
+    token_kl = KL_ESTIMATORS["k3"](-ratios.token, bounded_exp)
+
+    def mean(x: jax.Array) -> jax.Array:
+        """Over the units that count; 1 where there is none."""
+        of_units = ratio_of(jnp.sum(jnp.where(valid, x, 0)), num_units, dtype)
+        return jnp.where(num_units > 0, of_units, 1)
+
+    def extreme(of: Callable[..., jax.Array], initial: float) -> jax.Array:
+        return jnp.where(num_units > 0, of(ratio, initial=initial, where=valid), 1)
+
+    return ObjectiveMetrics(
+        loss=terms.loss,
+        surrogate=terms.surrogate,
+        kl=terms.kl,
+        entropy=terms.entropy,
+        ratio_mean=mean(ratio),
+        ratio_min=extreme(jnp.min, jnp.inf),
+        ratio_max=extreme(jnp.max, 0),
+        clip_fraction=ratio_of(jnp.sum(clipped), num_units, dtype),
+        approx_kl=ratio_of(jnp.sum(token_kl), counts.tokens, dtype),
+        zero_advantage_fraction=ratio_of(counts.events - live_events, counts.events, dtype),
+        num_events=counts.events,
+        num_tokens=counts.tokens,
+        num_units=num_units,
+        live_events=live_events,
+        clamped_events=jnp.sum(config.unit.any_of_event(layout, clamped), dtype=jnp.int32),
+        mean_k=ratio_of(counts.members, counts.events, dtype),
+        log_ratio=ratios.event,
+        ratio=bounded_exp(ratios.event),
+        clipped=config.unit.any_of_event(layout, clipped),
+        event_valid=layout.valid,
+        member_log_ratio=ratios.member,
+        sampler_weight_mean=mean(units.sampler_weight),
+        sampler_truncated=ratio_of(jnp.sum(units.sampler_truncated), num_units, dtype),
+    )
+
+
+def count_skipped(
+    metrics: ObjectiveMetrics, skipped: Counts, config: ObjectiveConfig
+) -> ObjectiveMetrics:
+    """The metrics of a mini-batch of which a call has left out events for their zero advantage.
+
+    What is known of such an event without its log-probs is counted in: its size and tokens, and
+    that no unit of it is on a clipped branch. Its ratio is not known unless a forward pass is
+    spent on it: the ratio's mean and extremes, ``approx_kl``, ``clamped_events`` and the sampler's
+    figures stay those of the events in the call.
+
+    Args:
+        metrics: Of the call, whose loss was divided by the whole mini-batch's counts.
+        skipped: The complete events that were left out, int.
+        config: The objective's switches.
+    """
+    units = metrics.num_units + getattr(skipped, config.unit.counts)
+    num_events = metrics.num_events + skipped.events
+
+    def over(total, count):
+        return total / jnp.maximum(count, 1)
+
+    members = metrics.mean_k * metrics.num_events + skipped.members
+    return metrics._replace(
+        num_events=num_events,
+        num_tokens=metrics.num_tokens + skipped.tokens,
+        num_units=units,
+        clip_fraction=over(metrics.clip_fraction * metrics.num_units, units),
+        zero_advantage_fraction=over(num_events - metrics.live_events, num_events),
+        mean_k=over(members, num_events),
+    )
+
+
+def _checked_logps(
+    config: ObjectiveConfig, current, old, loss_mask, reference, entropy, sampler
+) -> dict[str, jax.Array]:
+    """The [S, T] floating arguments that are given, by name, in one dtype of at least float32."""
+    arrays = {"current": jnp.asarray(current), "old": jnp.asarray(old)}
     for coef, name, given in (
-        (config.kl_coef, "reference_logp", reference_logp),
+        (config.kl_coef, "reference_logp", reference),
         (config.entropy_coef, "entropy", entropy),
-        (config.sampler_cap, "sampler_logp", sampler_logp),
+        (config.sampler_cap, "sampler_logp", sampler),
     ):
         if given is not None:
             arrays[name] = jnp.asarray(given)
         elif coef:
             raise ValueError(f"the objective needs {name}, since its coefficient is {coef:g}")
-    chex.assert_shape([*arrays.values(), jnp.asarray(loss_mask)], current.shape)
+    shape = arrays["current"].shape
+    chex.assert_rank(arrays["current"], 2)
+    chex.assert_shape([*arrays.values(), jnp.asarray(loss_mask)], shape)
     chex.assert_type(list(arrays.values()), float)
-    dtype = jnp.promote_types(jnp.promote_types(current.dtype, arrays["old"].dtype), jnp.float32)
-    arrays = {name: x.astype(dtype) for name, x in arrays.items()}
-    batch = _layout(loss_mask, row_event, event_size, event_valid, token_row, dtype)
-    event_adv, row_adv = _advantages(batch, event_advantage, row_advantage, config)
+    both = jnp.promote_types(arrays["current"].dtype, arrays["old"].dtype)
+    dtype = jnp.promote_types(both, jnp.float32)
+    return {name: x.astype(dtype) for name, x in arrays.items()}
 
-    # Masked before anything else sees it: a product with a mask would keep NaN and inf.
-    gap = jnp.where(batch.token_valid, arrays["current"] - arrays["old"], 0)
-    set_scale = SET_REDUCTIONS[config.set_reduction](batch.k)
 
-    def by_unit(gap):
-        """Log-ratios of tokens -> of members and of events."""
-        member = batch.over_rows(gap)
-        if config.member_score == "mean":
-            member /= jnp.maximum(batch.row_tokens, 1)
-        event = jnp.where(batch.valid, set_scale * batch.over_events(member), 0)
-        return {"event": event, "member": member, "token": gap}
+def _units(
+    logps: dict[str, jax.Array],
+    ratios: LogRatios,
+    advantage: jax.Array,
+    layout: EventLayout,
+    config: ObjectiveConfig,
+) -> Units:
+    """The surrogate of every unit, weighted by the sampler's where that is on."""
 
-    units = by_unit(gap)
-    event_log_ratio, member_log_ratio = units["event"], units["member"]
-    level = config.level
-    log_ratio = units[level]
-    valid, advantage = {
-        "event": (batch.valid, event_adv),
-        "member": (batch.row_valid, row_adv),
-        "token": (batch.token_valid, batch.to_tokens(row_adv)),
-    }[level]
-    if config.ratio_unit == "none":
-        score = jnp.where(batch.token_valid, arrays["current"], 0)
-        score = score if level == "token" else batch.over_rows(score)
-        score = set_scale * batch.over_events(score) if level == "event" else score
-        alive = valid & (advantage != 0)
-        surrogate = jnp.where(alive, jnp.where(alive, score, 0) * advantage, 0)
-        ratio, clipped = _bounded_exp(jax.lax.stop_gradient(log_ratio)), jnp.zeros_like(valid)
+    def of_units(tokens: jax.Array) -> jax.Array:
+        """[S, T] log-probs, or differences of them, summed as the units' log-ratios are."""
+        masked = jnp.where(layout.token_valid, tokens, 0)
+        return getattr(log_ratios(masked, layout, config), config.unit.name)
+
+    log_ratio, valid = getattr(ratios, config.unit.name), config.unit.valid(layout)
+    if config.ratio_unit == NO_RATIO:
+        score = of_units(logps["current"])
+        surrogate = policy_gradient_surrogate(score, log_ratio, advantage, valid)
     else:
-        surrogate, ratio, clipped = _clipped_surrogate(log_ratio, advantage, valid, config)
-
-    sampler_weight, truncated = jnp.ones_like(log_ratio), jnp.zeros_like(valid)
+        surrogate = clipped_surrogate(
+            log_ratio, advantage, valid,
+            clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip,
+        )  # fmt: skip
+    weight, truncated = jnp.ones_like(log_ratio), jnp.zeros_like(valid)
     if config.sampler_cap is not None:
-        drift = jnp.where(batch.token_valid, arrays["old"] - arrays["sampler_logp"], 0)
-        sampler_weight = _bounded_exp(jax.lax.stop_gradient(by_unit(drift)[level]))
-        truncated = valid & (sampler_weight > config.sampler_cap)
-        sampler_weight = jnp.minimum(sampler_weight, config.sampler_cap)
-        surrogate *= sampler_weight
+        drift = of_units(logps["old"] - logps["sampler_logp"])
+        weight = bounded_exp(jax.lax.stop_gradient(drift))
+        truncated = valid & (weight > config.sampler_cap)
+        weight = jnp.minimum(weight, config.sampler_cap)
+        surrogate = surrogate._replace(value=surrogate.value * weight)
+    return Units(log_ratio, valid, surrogate, weight, truncated)
 
-    divisors = _Counts(
-        batch.counts.events if num_events is None else num_events,
-        batch.counts.members if num_members is None else num_members,
-        batch.counts.tokens if num_tokens is None else num_tokens,
-    )
-    if config.loss_reduction == "token_ratio":
-        tokens = {"event": batch.event_tokens, "member": batch.row_tokens}[level]
-        held = jax.lax.stop_gradient(surrogate)
-        surrogate = held + (surrogate - held) / jnp.maximum(tokens, 1)
-    weight, divisor = _reduction(batch, divisors, config)
-    objective = _ratio(jnp.sum(weight * surrogate), divisor, dtype)
-    loss = -objective
 
-    kl = mean_entropy = jnp.zeros((), dtype)
-    if reference_logp is not None:
-        distance = jnp.where(batch.token_valid, arrays["current"] - arrays["reference_logp"], 0)
-        kl_of_tokens = KL_ESTIMATORS[config.kl_estimator](distance, _bounded_exp)
-        kl = _ratio(jnp.sum(kl_of_tokens), divisors.tokens, dtype)
-    if entropy is not None:
-        total = jnp.sum(jnp.where(batch.token_valid, arrays["entropy"], 0))
-        mean_entropy = _ratio(total, divisors.tokens, dtype)
+def _loss_terms(
+    units: Units,
+    logps: dict[str, jax.Array],
+    layout: EventLayout,
+    divisors: Counts,
+    config: ObjectiveConfig,
+) -> LossTerms:
+    """loss = -J + kl_coef * KL - entropy_coef * entropy, the last two means over tokens."""
+    dtype = layout.k.dtype
+    objective = reduce_surrogate(units.surrogate.value, layout, divisors, config)
+    loss, kl, entropy = -objective, jnp.zeros((), dtype), jnp.zeros((), dtype)
+    if "reference_logp" in logps:
+        distance = logps["current"] - logps["reference_logp"]
+        distance = jnp.where(layout.token_valid, distance, 0)
+        token_kl = KL_ESTIMATORS[config.kl_estimator](distance, bounded_exp)
+        kl = ratio_of(jnp.sum(token_kl), divisors.tokens, dtype)
+    if "entropy" in logps:
+        total = jnp.sum(jnp.where(layout.token_valid, logps["entropy"], 0))
+        entropy = ratio_of(total, divisors.tokens, dtype)
     if config.kl_coef:
         loss += config.kl_coef * kl
     if config.entropy_coef:
-        loss -= config.entropy_coef * mean_entropy
-
-    num_units = jnp.sum(valid, dtype=jnp.int32)
-    some = num_units > 0
-    live_events = jnp.sum(event_adv != 0, dtype=jnp.int32)
-    clamped = valid & (jnp.abs(log_ratio) > MAX_LOG_RATIO)
-    ratio_sum = jnp.sum(jnp.where(valid, ratio, 0))
-    count = batch.counts
-    metrics = ObjectiveMetrics(
-        loss=loss,
-        surrogate=objective,
-        kl=kl,
-        entropy=mean_entropy,
-        ratio_mean=jnp.where(some, _ratio(ratio_sum, num_units, dtype), 1),
-        ratio_min=jnp.where(some, jnp.min(ratio, initial=jnp.inf, where=valid), 1),
-        ratio_max=jnp.where(some, jnp.max(ratio, initial=0, where=valid), 1),
-        clip_fraction=_ratio(jnp.sum(clipped), num_units, dtype),
-        approx_kl=_ratio(jnp.sum(KL_ESTIMATORS["k3"](-gap, _bounded_exp)), count.tokens, dtype),
-        zero_advantage_fraction=_ratio(count.events - live_events, count.events, dtype),
-        num_events=count.events,
-        num_tokens=count.tokens,
-        num_units=num_units,
-        live_events=live_events,
-        clamped_events=jnp.sum(batch.any_of_event(clamped, level), dtype=jnp.int32),
-        mean_k=_ratio(count.members, count.events, dtype),
-        log_ratio=event_log_ratio,
-        ratio=_bounded_exp(event_log_ratio),
-        clipped=batch.any_of_event(clipped, level),
-        event_valid=batch.valid,
-        member_log_ratio=member_log_ratio,
-        sampler_weight_mean=jnp.where(
-            some, _ratio(jnp.sum(jnp.where(valid, sampler_weight, 0)), num_units, dtype), 1
-        ),
-        sampler_truncated=_ratio(jnp.sum(truncated), num_units, dtype),
-    )
-    return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
+        loss -= config.entropy_coef * entropy
+    return LossTerms(loss, objective, kl, entropy)
 
 
-class _Counts(NamedTuple):
-    events: chex.Numeric
-    members: chex.Numeric
-    tokens: chex.Numeric
-
-
-class _Layout(NamedTuple):
-    """Which row a token belongs to, and which event a row; only complete events count."""
-
-    token_row: jax.Array | None  # [S, T]; None: row = sequence
-    row_event: jax.Array  # [R]
-    k: jax.Array  # [E] floating, at least 1
-    valid: jax.Array  # [E] bool
-    row_valid: jax.Array  # [R] bool
-    token_valid: jax.Array  # [S, T] bool
-    row_tokens: jax.Array  # [R] int32
-    event_tokens: jax.Array  # [E] int32
-    counts: _Counts
-
-    def over_rows(self, x: jax.Array) -> jax.Array:
-        return _over_rows(x, self.token_row, len(self.row_event))
-
-    def over_events(self, x: jax.Array) -> jax.Array:
-        return _over_events(x, self.row_event, len(self.k))
-
-    def to_rows(self, x: jax.Array) -> jax.Array:
-        return _padded_take(x, self.row_event)
-
-    def to_tokens(self, x: jax.Array) -> jax.Array:
-        return _to_tokens(x, self.token_row)
-
-    def any_of_event(self, flag: jax.Array, level: str) -> jax.Array:
-        """Unit flags -> [E] bool: whether any unit of the event has it."""
-        total = flag.astype(jnp.int32)
-        if level == "token":
-            total = self.over_rows(total)
-        return (total if level == "event" else self.over_events(total)) > 0
-
-
-def _layout(loss_mask, row_event, event_size, event_valid, token_row, dtype) -> _Layout:
-    mask, size = jnp.asarray(loss_mask), event_size
-    num_rows, num_events = len(row_event), len(size)
-    chex.assert_type([row_event, size], int)
-    if mask.dtype != jnp.bool_:
-        chex.assert_type(mask, int)
-        mask = mask != 0
-    if token_row is None:
-        chex.assert_shape(row_event, mask.shape[:1])
-    else:
-        token_row = jnp.asarray(token_row)
-        chex.assert_shape(token_row, mask.shape)
-        chex.assert_type(token_row, int)
-    valid = (size > 0) & (
-        _over_events(jnp.ones(num_rows, jnp.int32), row_event, num_events) == size
-    )
-    if event_valid is not None:
-        event_valid = jnp.asarray(event_valid)
-        chex.assert_shape(event_valid, size.shape)
-        chex.assert_type(event_valid, bool)
-        valid &= event_valid
-    row_valid = _padded_take(valid, row_event)
-    token_valid = mask & _to_tokens(row_valid, token_row)
-    row_tokens = _over_rows(token_valid.astype(jnp.int32), token_row, num_rows)
-    event_tokens = _over_events(row_tokens, row_event, num_events)
-    count = _Counts(
-        events=jnp.sum(valid, dtype=jnp.int32),
-        members=jnp.sum(jnp.where(valid, size, 0), dtype=jnp.int32),
-        tokens=jnp.sum(event_tokens, dtype=jnp.int32),
-    )
-    k = jnp.maximum(size, 1).astype(dtype)
-    return _Layout(
-        token_row, row_event, k, valid, row_valid, token_valid, row_tokens, event_tokens, count
-    )
-
-
-def _advantages(batch: _Layout, event_advantage, row_advantage, config):
+def _advantages(
+    layout: EventLayout, event_advantage, row_advantage, config: ObjectiveConfig
+) -> tuple[jax.Array, jax.Array]:
     """([E], [R]) advantages, 0 outside complete events. With ``row_advantage`` the first only says
     where an event has any."""
-    event_adv, dtype = jnp.asarray(event_advantage), batch.k.dtype
-    chex.assert_shape(event_adv, batch.k.shape)
+    event_adv, dtype = jnp.asarray(event_advantage), layout.k.dtype
+    chex.assert_shape(event_adv, layout.k.shape)
     chex.assert_type(event_adv, float)
-    event_adv = jnp.where(batch.valid, event_adv.astype(dtype), 0)
+    event_adv = jnp.where(layout.valid, event_adv.astype(dtype), 0)
     if row_advantage is None:
-        return event_adv, batch.to_rows(event_adv)
-    if config.level == "event":
+        return event_adv, layout.to_rows(event_adv)
+    if config.unit.name == "event":
         raise ValueError("row_advantage: the members of an event share one advantage here")
     row_adv = jnp.asarray(row_advantage)
-    chex.assert_shape(row_adv, batch.row_event.shape)
+    chex.assert_shape(row_adv, layout.row_event.shape)
     chex.assert_type(row_adv, float)
-    row_adv = jnp.where(batch.row_valid, row_adv.astype(dtype), 0)
-    return batch.over_events(jnp.abs(row_adv)), row_adv
-
-
-def _reduction(batch: _Layout, divisors: _Counts, config: ObjectiveConfig):
-    """(weight of each unit's surrogate, divisor of their sum)."""
-    dtype, level = batch.k.dtype, config.level
-
-    def one_over(count: jax.Array) -> jax.Array:
-        return 1 / jnp.maximum(count, 1).astype(dtype)
-
-    if config.loss_reduction == "event":
-        weight = {
-            "event": lambda: 1.0,
-            "member": lambda: batch.to_rows(1 / batch.k),
-            "token": lambda: batch.to_tokens(batch.to_rows(one_over(batch.event_tokens))),
-        }[level]()
-        return weight, divisors.events
-    if config.loss_reduction in ("token", "token_ratio"):
-        weight = {"event": batch.event_tokens, "member": batch.row_tokens, "token": 1}[level]
-        return jnp.asarray(weight, dtype), divisors.tokens
-    if config.loss_reduction == "member":
-        return (batch.k if level == "event" else 1.0), divisors.members
-    if config.loss_reduction == "sequence_mean":
-        return batch.to_tokens(one_over(batch.row_tokens)), divisors.members
-    return 1 / config.length, divisors.members
-
-
-def _over_rows(x: jax.Array, token_row: jax.Array | None, num_rows: int) -> jax.Array:
-    """[S, T] -> [R]: sums over the tokens of each row."""
-    if token_row is None:
-        return jnp.sum(x, axis=1)
-    return jax.ops.segment_sum(x.reshape(-1), token_row.reshape(-1), num_rows + 1)[:num_rows]
-
-
-def _over_events(x: jax.Array, row_event: jax.Array, num_events: int) -> jax.Array:
-    """[R] -> [E]: sums over the rows of each event; the padding id falls into a slot cut off."""
-    return jax.ops.segment_sum(x, row_event, num_events + 1)[:num_events]
-
-
-def _padded_take(x: jax.Array, ids: jax.Array) -> jax.Array:
-    """x[ids], 0 or False for the padding id."""
-    return jnp.concatenate([x, jnp.zeros(1, x.dtype)])[ids]
-
-
-def _to_tokens(x: jax.Array, token_row: jax.Array | None) -> jax.Array:
-    """[R] -> [S, T], or [S, 1] where row = sequence."""
-    return x[:, None] if token_row is None else _padded_take(x, token_row)
-
-
-def _clipped_surrogate(
-    log_ratio: jax.Array, advantage: jax.Array, valid: jax.Array, config: ObjectiveConfig
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(min(rho A, clip(rho) A), rho, whether clipped) per unit, any shape.
-
-    The branch is chosen on held values and the dead entries are replaced before ``exp``: an
-    overflowing ratio behind a clip, or beside a zero advantage, would give inf * 0 on the way back.
-    """
-    held = jax.lax.stop_gradient(log_ratio)
-    ratio = _bounded_exp(held)
-    low, high = 1 - config.clip_low, 1 + config.clip_high
-    bound = jnp.where(advantage > 0, high, low).astype(ratio.dtype)
-    clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
-    if config.dual_clip is not None:
-        beyond = (advantage < 0) & (ratio > config.dual_clip)
-        bound = jnp.where(beyond, config.dual_clip, bound).astype(ratio.dtype)
-        clipped |= beyond
-    clipped &= valid
-    counts = valid & (advantage != 0)
-    alive = counts & ~clipped & ~(jnp.abs(held) > MAX_LOG_RATIO)
-    constant = jnp.where(counts, jnp.where(clipped, bound, ratio) * advantage, 0)
-    surrogate = jnp.where(alive, jnp.exp(jnp.where(alive, log_ratio, 0)) * advantage, constant)
-    return surrogate, ratio, clipped
-
-
-def _bounded_exp(x: jax.Array) -> jax.Array:
-    return jnp.exp(jnp.clip(x, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-
-
-def _ratio(total: chex.Numeric, count: chex.Numeric, dtype: Any) -> jax.Array:
-    """total / count; 0, with gradient 0, where the count is 0."""
-    total, count = jnp.asarray(total, dtype), jnp.asarray(count, dtype)
-    some = count > 0
-    return jnp.where(some, total / jnp.where(some, count, 1), 0)
+    row_adv = jnp.where(layout.row_valid, row_adv.astype(dtype), 0)
+    return layout.over_events(jnp.abs(row_adv)), row_adv

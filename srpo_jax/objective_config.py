@@ -1,7 +1,8 @@
 """Switches of the objective, and the presets that set objective and advantage together.
 
-Kept apart from the objective itself so that a recipe can be checked without loading jax. The type
-of a switch says its names, once: recipes and errors read them from there.
+Kept apart from the objective itself so that a recipe can be checked without loading jax. A switch
+that chooses a function has a table of them, and its names are the table's keys: one more entry is
+one more name, for the objective, recipes, errors and documentation alike.
 """
 
 from __future__ import annotations
@@ -13,6 +14,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+# How a member joins the log-ratios of its tokens: from their sum and their number, [R] each.
+MEMBER_SCORES: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": lambda total, tokens: total,
+    "mean": lambda total, tokens: total / tokens.clip(1),
+}
 # How an event joins the scores of its K members: their sum times a function of K, floating [E].
 SET_REDUCTIONS: dict[str, Callable[[Any], Any]] = {
     "sqrt": lambda k: k**-0.5,
@@ -25,6 +31,136 @@ KL_ESTIMATORS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
     "k1": lambda d, exp: d,
     "k2": lambda d, exp: d**2 / 2,
     "k3": lambda d, exp: exp(-d) - 1 + d,
+}
+
+
+@dataclass(frozen=True)
+class RatioUnit:
+    """What can carry one ratio and one clip. The functions take the ``EventLayout`` first.
+
+    Attributes:
+        name: Which of the log-ratios (``objective_terms.LogRatios``) is the unit's.
+        counts: Which of ``Counts`` counts such units.
+        valid: The units that count, bool.
+        advantage: The units' advantages from those of events [E] and rows [R].
+        tokens: The generated tokens of each unit.
+        any_of_event: Flags of units, bool -> [E] bool, whether any unit of an event has it.
+    """
+
+    name: str
+    counts: Literal["events", "members", "tokens"]
+    valid: Callable[[Any], Any]
+    advantage: Callable[[Any, Any, Any], Any]
+    tokens: Callable[[Any], Any]
+    any_of_event: Callable[[Any, Any], Any]
+
+
+RATIO_UNITS: dict[str, RatioUnit] = {
+    "event": RatioUnit(
+        "event",
+        "events",
+        valid=lambda batch: batch.valid,
+        advantage=lambda batch, of_events, of_rows: of_events,
+        tokens=lambda batch: batch.event_tokens,
+        any_of_event=lambda batch, flags: flags,
+    ),
+    "member": RatioUnit(
+        "member",
+        "members",
+        valid=lambda batch: batch.row_valid,
+        advantage=lambda batch, of_events, of_rows: of_rows,
+        tokens=lambda batch: batch.row_tokens,
+        any_of_event=lambda batch, flags: batch.over_events(flags.astype("int32")) > 0,
+    ),
+    "token": RatioUnit(
+        "token",
+        "tokens",
+        valid=lambda batch: batch.token_valid,
+        advantage=lambda batch, of_events, of_rows: batch.to_tokens(of_rows),
+        tokens=lambda batch: batch.token_valid,
+        any_of_event=lambda batch, flags: (
+            batch.over_events(batch.over_rows(flags.astype("int32"))) > 0
+        ),
+    ),
+}
+NO_RATIO = "none"  # a policy gradient, whose unit is that of the loss reduction
+
+Weight = Callable[[Any, "ObjectiveConfig"], Any]  # from the EventLayout and the switches
+
+
+def _share(counts: Any, batch: Any) -> Any:
+    """1 / counts, where a count of 0 is taken for 1."""
+    return 1 / counts.clip(1).astype(batch.k.dtype)
+
+
+@dataclass(frozen=True)
+class LossReduction:
+    """J = sum over units of weight * surrogate, over a divisor.
+
+    Attributes:
+        divisor: Which of ``Counts`` divides the sum.
+        weights: For each ratio unit that it goes with, what weighs the unit's surrogate: anything
+            that broadcasts over the units.
+        without_ratio: The unit of a policy gradient's surrogate; empty: it needs a ratio.
+        gradient_over_tokens: Whether each unit's gradient (not its value) is divided by its tokens.
+    """
+
+    divisor: Literal["events", "members", "tokens"]
+    weights: Mapping[str, Weight]
+    without_ratio: str = ""
+    gradient_over_tokens: bool = False
+
+    def goes_with(self, ratio_unit: str) -> bool:
+        """Whether surrogates of this ``ratio_unit`` can be averaged so."""
+        unit = self.without_ratio if ratio_unit == NO_RATIO else ratio_unit
+        return unit in self.weights
+
+
+LOSS_REDUCTIONS: dict[str, LossReduction] = {
+    "event": LossReduction(
+        "events",
+        {
+            "event": lambda batch, config: 1.0,
+            "member": lambda batch, config: batch.to_rows(1 / batch.k),
+            "token": lambda batch, config: batch.to_tokens(
+                batch.to_rows(_share(batch.event_tokens, batch))
+            ),
+        },
+        without_ratio="event",
+    ),
+    "member": LossReduction(
+        "members",
+        {
+            "event": lambda batch, config: batch.k,
+            "member": lambda batch, config: 1.0,
+        },
+        without_ratio="member",
+    ),
+    "token": LossReduction(
+        "tokens",
+        {
+            "event": lambda batch, config: batch.event_tokens,
+            "member": lambda batch, config: batch.row_tokens,
+            "token": lambda batch, config: 1.0,
+        },
+        without_ratio="token",
+    ),
+    "token_ratio": LossReduction(
+        "tokens",
+        {
+            "event": lambda batch, config: batch.event_tokens,
+            "member": lambda batch, config: batch.row_tokens,
+        },
+        gradient_over_tokens=True,
+    ),
+    "sequence_mean": LossReduction(
+        "members",
+        {"token": lambda batch, config: batch.to_tokens(_share(batch.row_tokens, batch))},
+        without_ratio="token",
+    ),
+    "constant_length": LossReduction(
+        "members", {"token": lambda batch, config: 1 / config.length}, without_ratio="token"
+    ),
 }
 
 # Every recipe preset in one table: (objective switches, advantage switches). The second half is
@@ -65,14 +201,6 @@ PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"ratio_unit": "none", "loss_reduction": "member"},
         {**_MEAN_BASELINE, "leave_one_out": True},
     ),
-}
-
-# What each ratio unit can be averaged over.
-_REDUCTIONS = {
-    "event": ("event", "token", "token_ratio", "member"),
-    "member": ("member", "event", "token", "token_ratio"),
-    "token": ("token", "sequence_mean", "constant_length", "event"),
-    "none": ("event", "member", "token", "sequence_mean", "constant_length"),
 }
 
 
@@ -122,37 +250,37 @@ def check_names(config: type, values: Mapping[str, Any]) -> None:
 class ObjectiveConfig:
     """Switches of the objective; the defaults are SRPO. Hashable, so usable as a static argument.
 
-    ratio_unit      what carries one ratio and one clip: the event, each member output, each token,
-                    or ``none`` (policy gradient without a ratio: advantage times log-prob)
-    set_reduction   how an event joins its K members' scores: over sqrt(K), their sum, their mean
-    member_score    a member's score: the sum of its token log-ratios, or their mean
-    loss_reduction  what weighs 1 in the average:
-                    ``event``, ``member`` (one output), ``token``;
-                    ``token_ratio``: the value of ``token``, each unit's gradient over its tokens;
-                    ``sequence_mean``: token mean of each output, then the mean over outputs;
-                    ``constant_length``: token sum of each output over ``length``, then that mean
-    length          the constant of ``constant_length``, tokens (the response budget of a call)
-    clip_low, clip_high   the ratio is clipped to [1 - clip_low, 1 + clip_high]
-    dual_clip       None, or the bound c > 1 of the ratio where the advantage is negative
-    kl_coef, kl_estimator  weight of the KL to a reference, averaged over the generated tokens:
-                    with d = log q_cur - log q_ref, k1 = d (a value to watch, refused with kl_coef:
-                    its gradient is that of the log-prob, of mean zero), k2 = d^2 / 2,
-                    k3 = exp(-d) + d - 1
-    entropy_coef    weight of the entropy bonus, averaged over the generated tokens
-    sampler_cap     None, or the cap of truncated importance sampling: every surrogate is weighted
-                    by min(q_old / q_sampler, cap), the ratio taken over the same unit (for SRPO the
-                    event, with the same set reduction). For samplers whose log-probs differ from
-                    the learner's: another engine, or lower precision
-
     A switch that cannot act beside the others must keep its default: ValueError otherwise.
+
+    Attributes:
+        ratio_unit: What carries one ratio and one clip: the event, each member output, each token,
+            or ``none`` (policy gradient without a ratio: advantage times log-prob).
+        set_reduction: How an event joins its K members' scores: over sqrt(K), their sum, their
+            mean.
+        member_score: A member's score: the sum of its token log-ratios, or their mean.
+        loss_reduction: What weighs 1 in the average: ``event``, ``member`` (one output), ``token``;
+            ``token_ratio``: the value of ``token``, each unit's gradient over its tokens;
+            ``sequence_mean``: token mean of each output, then the mean over outputs;
+            ``constant_length``: token sum of each output over ``length``, then that mean.
+        length: The constant of ``constant_length``, tokens (the response budget of a call).
+        clip_low: The ratio is clipped to [1 - clip_low, 1 + clip_high].
+        clip_high: See ``clip_low``.
+        dual_clip: None, or the bound c > 1 of the ratio where the advantage is negative.
+        kl_coef: Weight of the KL to a reference, averaged over the generated tokens.
+        kl_estimator: With d = log q_cur - log q_ref, k1 = d (a value to watch, refused with
+            kl_coef: its gradient is that of the log-prob, of mean zero), k2 = d^2 / 2,
+            k3 = exp(-d) + d - 1.
+        entropy_coef: Weight of the entropy bonus, averaged over the generated tokens.
+        sampler_cap: None, or the cap of truncated importance sampling: every surrogate is weighted
+            by min(q_old / q_sampler, cap), the ratio taken over the same unit (for SRPO the event,
+            with the same set reduction). For samplers whose log-probs differ from the learner's:
+            another engine, or lower precision.
     """
 
-    ratio_unit: Literal["event", "member", "token", "none"] = "event"
+    ratio_unit: Annotated[str, KeyOf({**RATIO_UNITS, NO_RATIO: None})] = "event"
     set_reduction: Annotated[str, KeyOf(SET_REDUCTIONS)] = "sqrt"
-    member_score: Literal["sum", "mean"] = "sum"
-    loss_reduction: Literal[
-        "event", "member", "token", "token_ratio", "sequence_mean", "constant_length"
-    ] = "event"
+    member_score: Annotated[str, KeyOf(MEMBER_SCORES)] = "sum"
+    loss_reduction: Annotated[str, KeyOf(LOSS_REDUCTIONS)] = "event"
     length: int = 4096
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -165,12 +293,13 @@ class ObjectiveConfig:
     def __post_init__(self) -> None:
         check_names(type(self), vars(self))
         unit, reduction = self.ratio_unit, self.loss_reduction
-        if reduction not in _REDUCTIONS[unit]:
+        if not LOSS_REDUCTIONS[reduction].goes_with(unit):
+            known = [name for name, entry in LOSS_REDUCTIONS.items() if entry.goes_with(unit)]
             raise ValueError(
                 f"loss_reduction {reduction!r} does not go with ratio_unit {unit!r}; "
-                f"those that do: {', '.join(_REDUCTIONS[unit])}"
+                f"those that do: {', '.join(known)}"
             )
-        if self.set_reduction != "sqrt" and self.level != "event":
+        if self.set_reduction != "sqrt" and self.unit.name != "event":
             raise ValueError(
                 f"set_reduction {self.set_reduction!r} acts with ratio_unit 'event', or 'none' and "
                 f"loss_reduction 'event'; with {unit!r} and {reduction!r} leave it at 'sqrt'"
@@ -190,11 +319,11 @@ class ObjectiveConfig:
             raise ValueError(f"clip_low must lie in [0, 1], got {self.clip_low}")
         if not self.clip_high >= 0.0:
             raise ValueError(f"clip_high must be at least 0, got {self.clip_high}")
-        if self.dual_clip is not None and unit == "none":
+        if self.dual_clip is not None and unit == NO_RATIO:
             raise ValueError("dual_clip bounds a ratio; ratio_unit 'none' has none: leave it off")
         if self.dual_clip is not None and not self.dual_clip > 1.0:
             raise ValueError(f"dual_clip must be more than 1, got {self.dual_clip}")
-        if unit == "none" and (self.clip_low, self.clip_high) != (0.2, 0.2):
+        if unit == NO_RATIO and (self.clip_low, self.clip_high) != (0.2, 0.2):
             raise ValueError(
                 "clip_low and clip_high bound a ratio; ratio_unit 'none' has none: leave them out"
             )
@@ -211,15 +340,23 @@ class ObjectiveConfig:
                 raise ValueError(f"{name} must be a finite number, at least 0, got {value}")
 
     @property
-    def level(self) -> Literal["event", "member", "token"]:
+    def unit(self) -> RatioUnit:
         """The unit that one surrogate belongs to; without a ratio the reduction decides it."""
-        if self.ratio_unit != "none":
-            return self.ratio_unit
-        return self.loss_reduction if self.loss_reduction in ("event", "member") else "token"
+        reduction = LOSS_REDUCTIONS[self.loss_reduction]
+        has_ratio = self.ratio_unit != NO_RATIO
+        return RATIO_UNITS[self.ratio_unit if has_ratio else reduction.without_ratio]
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> ObjectiveConfig:
-        """The switches of a named recipe, with some replaced. ValueError on an unknown name."""
+        """The switches of a named recipe.
+
+        Args:
+            name: A key of ``PRESETS``.
+            **overrides: Switches that replace the preset's.
+
+        Raises:
+            ValueError: On an unknown name, or switches that do not go together.
+        """
         if name not in PRESETS:
             raise unknown_name("preset", name, PRESETS)
         known = [field.name for field in fields(cls)]

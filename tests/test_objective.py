@@ -452,9 +452,9 @@ def test_missing_arguments_are_named():
         ({"ratio_unit": "events"}, "did you mean 'event'"),
         (
             {"ratio_unit": "token", "loss_reduction": "member"},
-            "token, sequence_mean, constant_length, event",
+            "event, token, sequence_mean, constant_length",
         ),
-        ({"loss_reduction": "sequence_mean"}, "event, token, token_ratio, member"),
+        ({"loss_reduction": "sequence_mean"}, "event, member, token, token_ratio"),
         ({"ratio_unit": "member", "loss_reduction": "member", "set_reduction": "sum"}, "'sqrt'"),
         ({"ratio_unit": "token", "loss_reduction": "token", "member_score": "mean"}, "'sum'"),
         ({"length": 100}, "constant_length"),

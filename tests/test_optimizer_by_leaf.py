@@ -17,7 +17,7 @@ from srpo_jax.learner.programs import (
     Accumulated,
     LearnerSettings,
     TrainState,
-    build_programs,
+    build_learner_programs,
     state_shardings,
 )
 from srpo_jax.objective_config import ObjectiveConfig
@@ -29,13 +29,13 @@ GIB = 2**30
 
 
 def by_leaf(optimizer):
-    """A compiled step (parameters, state, gradient, number, whether it is good)."""
+    """A compiled step (parameters, state, gradient, number, whether it is applied)."""
 
     @jax.jit
-    def step(params, state, grads, number, good=True):
+    def step(params, state, grads, number, applied=True):
         return apply_by_leaf(
             optimizer, grads, optax.tree.norm(grads), state, params,
-            step=jnp.int32(number), good=jnp.asarray(good),
+            step=jnp.int32(number), applied=jnp.asarray(applied),
         )  # fmt: skip
 
     return step
@@ -55,8 +55,8 @@ def test_leaf_by_leaf_gives_the_chains_numbers(name, stored):
 
     @jax.jit
     def at_once(params, state, grads):
-        moves, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, moves), state
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
 
     for number in range(3):
         grads = jax.tree.map(jnp.float32, draw(number + 1))
@@ -66,7 +66,7 @@ def test_leaf_by_leaf_gives_the_chains_numbers(name, stored):
         assert a.dtype == b.dtype
         rtol = 2**-7 if a.dtype == jnp.bfloat16 else 1e-3 if stored == "bfloat16" else 1e-5
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=rtol, atol=1e-5)
-    assert bit_equal(step(*alone, grads, 3, good=False), alone)
+    assert bit_equal(step(*alone, grads, 3, applied=False), alone)
 
 
 # ---- memory, by the compiler ---------------------------------------------------------------------
@@ -80,7 +80,7 @@ def memory_of_apply(config, **options):
     optimizer = make_optimizer(OptimizerConfig(lr=1e-6, **options), 100)
     where = state_shardings(mesh, params, optimizer)
     settings = LearnerSettings(objective=ObjectiveConfig(), vocab_size=config.vocab_size)
-    programs = build_programs(graphdef, optimizer, mesh, settings, where)
+    programs = build_learner_programs(graphdef, optimizer, mesh, settings, where)
     state = TrainState(
         params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((), jnp.int32)
     )

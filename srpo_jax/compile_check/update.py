@@ -21,11 +21,11 @@ from srpo_jax.learner.optimizer import make_optimizer
 from srpo_jax.learner.programs import (
     Accumulated,
     EventArrays,
-    Programs,
+    LearnerPrograms,
     TokenArrays,
     TokenWeights,
     TrainState,
-    build_programs,
+    build_learner_programs,
     state_shardings,
 )
 from srpo_jax.learner.sharding import batch_shards, bytes_per_device
@@ -47,7 +47,7 @@ class AbstractUpdate:
     num_params  elements of the parameters
     """
 
-    programs: Programs
+    programs: LearnerPrograms
     arguments: Mapping[str, tuple]
     resident: Mapping[str, int]
     chunks: int
@@ -126,7 +126,7 @@ def abstract_update(recipe: Recipe, architecture: Architecture, mesh: Mesh) -> A
     platform = mesh.devices.flat[0].platform
     chunk = settings.logprob_chunk or chunk_tokens(config.vocab_size, platform)
     return AbstractUpdate(
-        programs=build_programs(graphdef, optimizer, mesh, settings, where),
+        programs=build_learner_programs(graphdef, optimizer, mesh, settings, where),
         arguments={
             "score": (state.params, tokens, array(int32)),
             "weigh": (scores, scores.logp, scores.logp if has_reference else None, tokens, events),

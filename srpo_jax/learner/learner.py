@@ -29,10 +29,12 @@ from srpo_jax.learner.programs import (
     LearnerSettings,
     TokenArrays,
     TrainState,
-    build_programs,
+    build_learner_programs,
     state_shardings,
 )
 from srpo_jax.objective import ObjectiveMetrics
+from srpo_jax.objective_config import NO_RATIO
+from srpo_jax.objective_terms import Counts
 
 
 class GateError(RuntimeError):
@@ -59,7 +61,9 @@ class Learner:
         self._graphdef, params = split_params(model)
         shardings = state_shardings(mesh, params, optimizer)
         self._shardings = shardings
-        self._programs = build_programs(self._graphdef, optimizer, mesh, settings, shardings)
+        self._programs = build_learner_programs(
+            self._graphdef, optimizer, mesh, settings, shardings
+        )
         self.reference = None
         if self.objective.kl_coef:
             self.reference = jax.device_put(params, shardings.state.params)
@@ -216,12 +220,12 @@ class Learner:
         # A KL or entropy term acts on events without an advantage too.
         terms = config.kl_coef or config.entropy_coef
         live = metrics.num_events if terms else metrics.live_events
-        self.state, norm, good = self._run(self._programs.apply, self.state, sums, live)
+        self.state, norm, applied = self._run(self._programs.apply, self.state, sums, live)
         return {
             "objective": metrics,
             "grad_norm": norm,
             "role_norms": norms,
-            "applied": good,
+            "applied": applied,
             "nonfinite_events": dropped,
             "event_size": batch.event_size,
             "event_tokens": batch.event_tokens,
@@ -230,7 +234,7 @@ class Learner:
             "gap_sum": sums.gap_sum,
             # Without scores a loss that is linear in the log-probs is known only now.
             "linear_loss": (
-                sums.weighted_logp if current is None and config.ratio_unit == "none"
+                sums.weighted_logp if current is None and config.ratio_unit == NO_RATIO
                 else None
             ),
         }  # fmt: skip
@@ -239,9 +243,8 @@ class Learner:
         """The report on the host, flat."""
         report = jax.device_get(report)
         config, metrics = self.objective, report.pop("objective")
-        skipped = report.pop("skipped")
-        level = ("event", "member", "token").index(config.level)
-        scored_tokens = int(metrics.num_tokens) - skipped[2]
+        skipped = Counts(*report.pop("skipped"))
+        scored_tokens = int(metrics.num_tokens) - skipped.tokens
         linear_loss, gap_sum = report.pop("linear_loss"), report.pop("gap_sum")
         if linear_loss is not None:
             metrics = metrics._replace(loss=linear_loss, surrogate=-linear_loss)
@@ -258,7 +261,7 @@ class Learner:
             report
             | figures
             | {
-                "scored_units": int(metrics.num_units) - skipped[level],
+                "scored_units": int(metrics.num_units) - getattr(skipped, config.unit.counts),
                 "scored_tokens": scored_tokens,
                 "sampler_gap": gap_sum / scored_tokens if scored_tokens else np.nan,
             }

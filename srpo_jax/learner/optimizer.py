@@ -30,12 +30,18 @@ def make_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """Global-norm clip, AdamW or Muon, decoupled weight decay, and the scheduled rate.
 
-    Computes in ``promote_types(dtype of the parameter, float32)``, and returns the moves in that
+    Computes in ``promote_types(dtype of the parameter, float32)``, and returns the updates in that
     dtype. ``moment_dtype`` holds for both moments: "float32" means that same dtype (so bfloat16
     parameters have float32 moments and float64 ones float64 moments), "bfloat16" is stored with
     stochastic rounding. The state has the same structure and dtypes after every update.
 
-    ``update`` takes the gradient's global norm as ``norm=``, or else that of what it is given.
+    Args:
+        config: The recipe's ``optimizer`` section.
+        total_steps: Optimiser steps of the run, at which the schedule ends.
+
+    Returns:
+        A transformation whose ``update`` takes the gradient's global norm as ``norm=``, or else
+        that of what it is given.
     """
     scaled = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
     scaled = _stored_as(config.moment_dtype, scaled)
@@ -57,9 +63,9 @@ def make_optimizer(
         optax.scale_by_learning_rate(learning_rate(config, total_steps)),
     )
     return optax.GradientTransformationExtraArgs(
-        lambda params: chain.init(_wide(params)),
+        lambda params: chain.init(_at_least_float32(params)),
         lambda grads, state, params, **norm: chain.update(
-            _wide(grads), state, _wide(params), **norm
+            _at_least_float32(grads), state, _at_least_float32(params), **norm
         ),
     )
 
@@ -72,16 +78,25 @@ def apply_by_leaf(
     params: Any,
     *,
     step: jax.Array,
-    good: jax.Array,
+    applied: jax.Array,
 ) -> tuple[Any, Any]:
-    """(parameters, state) after one update, or as they were unless ``good``. Beside the arguments,
-    which may be donated, memory holds the temporaries of one leaf.
+    """One update, leaf after leaf. Beside the arguments, which may be donated, memory holds the
+    temporaries of one leaf.
 
-    norm  the global norm of ``grads``; given it, no leaf's update may depend on another leaf
-    step  int32, the number of updates before this one
-
-    bfloat16 parameters are rounded stochastically: most moves are below half of a bfloat16's last
+    bfloat16 parameters are rounded stochastically: most updates are below half of a bfloat16's last
     place, and rounding to nearest would lose them. The draws depend on step and leaf alone.
+
+    Args:
+        optimizer: Given the norm, no leaf's update may depend on another leaf.
+        grads: The gradient, with the structure of ``params``.
+        norm: Its global norm, a scalar.
+        state: Of the optimizer.
+        params: The parameters.
+        step: int32, the number of updates before this one.
+        applied: bool; where it is False nothing changes.
+
+    Returns:
+        (parameters, state).
     """
     update = optax.with_extra_args_support(optimizer).update
     leaves: Any = jax.tree.structure(params)
@@ -98,29 +113,31 @@ def apply_by_leaf(
         seeds = jax.tree.map(lambda code: _seed(step, code), of_leaf(codes, only))
 
         # Branches, not a choice between the old leaf and the new one, which would hold both. And
-        # the move is a branch of its own that ends before the moments are written: fused into what
-        # uses it, it would read the old ones side by side with that, and they would be copied.
-        def moves_of(own):
+        # the update is a branch of its own that ends before the moments are written: fused into
+        # what uses it, it would read the old ones side by side with that, and they would be copied.
+        def updates_of(own):
             params, state, grads = own
             return update(grads, state, params, norm=norm)[0]
 
-        def moved(own, moves, seeds=seeds):
+        def add_updates(own, updates, seeds=seeds):
             params, state, grads = own
-            new = jax.tree.map(_moved, params, moves, seeds)
+            new = jax.tree.map(_add_update, params, updates, seeds)
             return new, update(grads, state, params, norm=norm)[1]
 
-        def updated(own, moved=moved):
-            moves = jax.lax.cond(good, moves_of, lambda own: _zeros(moves_of, own), own)
-            return jax.lax.cond(good, moved, lambda own, _: own[:2], own, moves)
+        def updated(own, add_updates=add_updates):
+            updates = jax.lax.cond(applied, updates_of, lambda own: _zeros(updates_of, own), own)
+            return jax.lax.cond(applied, add_updates, lambda own, _: own[:2], own, updates)
 
-        results.append(jax.lax.cond(good, updated, lambda own: own[:2], own))
+        results.append(jax.lax.cond(applied, updated, lambda own: own[:2], own))
     return _joined(results)
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
-    """The rate at each optimiser step, from 0: over ``warmup_steps`` it rises in equal parts to the
-    peak, which the last of them has; then the schedule, which reaches ``min_lr_ratio * lr`` at
-    ``total_steps``. Skipped steps do not count."""
+    """The learning rate at each optimiser step, from 0. Skipped steps do not count.
+
+    Over ``warmup_steps`` it rises in equal parts to the peak, which the last of them has; then
+    comes the schedule, which reaches ``min_lr_ratio * lr`` at ``total_steps``.
+    """
     rest_steps, last = max(total_steps - config.warmup_steps, 1), config.min_lr_ratio
     rest = {
         "constant": optax.constant_schedule(config.lr),
@@ -159,9 +176,14 @@ def muon_labels(params: Any) -> Any:
 def opt_state_shardings(
     optimizer: optax.GradientTransformation, params: Any, shardings: Any, other: Any
 ) -> Any:
-    """Shardings of ``optimizer.init(params)``: a moment's is that of its parameter, and counters
-    and constants get ``other``. ``params``: arrays or ShapeDtypeStructs."""
+    """Shardings of ``optimizer.init(params)``.
 
+    Args:
+        optimizer: The transformation whose state it is.
+        params: Arrays or ShapeDtypeStructs.
+        shardings: Those of the parameters, which their moments get too.
+        other: That of counters and constants.
+    """
     return optax.tree_map_params(
         optimizer,
         lambda moment, sharding: moment if _is_masked(moment) else sharding,
@@ -173,10 +195,14 @@ def opt_state_shardings(
 
 
 def round_stochastically(x: jax.Array, seed: jax.Array) -> jax.Array:
-    """Floating ``x``, any shape -> bfloat16: one of its two neighbours, drawn so that the expected
-    value is ``x`` to float32 precision. What bfloat16 holds exactly, inf and NaN stay as they are.
+    """Rounds to one of the two bfloat16 neighbours, drawn so that the expected value is ``x``.
 
-    seed  uint32; the draws depend on it and on an element's place, not on the sharding
+    The expectation holds to float32 precision. What bfloat16 holds exactly, inf and NaN stay as
+    they are.
+
+    Args:
+        x: Floating, any shape.
+        seed: uint32; the draws depend on it and on an element's place, not on the sharding.
     """
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     # The lower half of the bits is the fraction to round: noise below 1 carries it that often.
@@ -218,8 +244,9 @@ def _leaf_codes(params: Any, kind: str = "parameter") -> Any:
 def _stored_as(dtype: str, inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """``inner`` with its moments kept in ``dtype`` between updates.
 
-    bfloat16 holds 8 bits: with b2 = 0.999 a second moment moves by less than half of its last one,
-    so rounding to nearest would let it rise to a quarter of what it should be and never fall again.
+    bfloat16 holds 8 bits: with b2 = 0.999 a second moment changes by less than half of its last
+    place, so rounding to nearest would let it rise to a quarter of what it should be and never fall
+    again.
     """
     if dtype == "float32":
         return inner
@@ -230,13 +257,13 @@ def _stored_as(dtype: str, inner: optax.GradientTransformation) -> optax.Gradien
     def update(grads, state, params=None):
         step = state.count
         state = optax.tree_map_params(inner, lambda m: m.astype(jnp.float32), state)
-        moves, state = inner.update(grads, state, params)
+        updates, state = inner.update(grads, state, params)
         order: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)  # of its moments
 
         def rounded(moment, code):
             return round_stochastically(moment, _hash(_seed(step, code) ^ next(order[code])))
 
-        return moves, optax.tree_map_params(inner, rounded, state, _leaf_codes(grads, "moment"))
+        return updates, optax.tree_map_params(inner, rounded, state, _leaf_codes(grads, "moment"))
 
     return optax.GradientTransformation(init, update)
 
@@ -254,8 +281,8 @@ def _clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
-def _moved(x: jax.Array, move: jax.Array, seed: jax.Array) -> jax.Array:
-    new = x + move
+def _add_update(x: jax.Array, update: jax.Array, seed: jax.Array) -> jax.Array:
+    new = x + update
     return round_stochastically(new, seed) if x.dtype == jnp.bfloat16 else new.astype(x.dtype)
 
 
@@ -286,10 +313,10 @@ def _last_two_axes(params: Any) -> Any:
     return jax.tree.map(lambda _: axes, params)
 
 
-def _scaled_to_rms(moves: Any, params: Any) -> Any:
+def _scaled_to_rms(updates: Any, params: Any) -> Any:
     """An orthogonal [din, dout] matrix has the root mean square 1 / sqrt(max(din, dout))."""
-    return jax.tree.map(lambda x: MUON_RMS * math.sqrt(max(x.shape[-2:])) * x, moves)
+    return jax.tree.map(lambda x: MUON_RMS * math.sqrt(max(x.shape[-2:])) * x, updates)
 
 
-def _wide(tree: Any) -> Any:
+def _at_least_float32(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)

@@ -5,6 +5,7 @@ They are built from shapes alone, so that they can be compiled for devices that 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,24 +18,28 @@ from jax.sharding import Mesh
 from models.attention.select import attention_on
 from models.backward import add_gradients
 from models.partition import Placement, tree_shardings
-from models.qwen import REMAT_POLICIES, Forward
+from models.qwen import Forward
+from models.remat import REMAT_POLICIES
 from srpo_jax.learner.logprob import TokenScores, Vocabulary, token_gradients, token_scores
 from srpo_jax.learner.optimizer import apply_by_leaf, opt_state_shardings
 from srpo_jax.learner.sharding import batch_sharding, replicated
-from srpo_jax.objective import ObjectiveMetrics, setwise_objective
+from srpo_jax.objective import ObjectiveMetrics, count_skipped, setwise_objective
 from srpo_jax.objective_config import ObjectiveConfig
+from srpo_jax.objective_terms import Counts
 
 
 @dataclass(frozen=True)
 class LearnerSettings:
     """What an update computes, and how.
 
-    vocab_size     the tokenizer's length: ids past it are masked
-    temperature    of the sampler, whose distribution the log-probs are of
-    dtype          of the computation; parameters, moments and sums keep their own
-    remat          a name of ``models.qwen.REMAT_POLICIES``
-    attention      a name of ``models.attention.select.ATTENTION_FORMS``
-    logprob_chunk  tokens at a time in the vocabulary stage; None: chosen by ``chunk_tokens``
+    Attributes:
+        objective: The switches of the loss.
+        vocab_size: The tokenizer's length: ids past it are masked.
+        temperature: Of the sampler, whose distribution the log-probs are of.
+        dtype: Of the computation; parameters, moments and sums keep their own.
+        remat: A name of ``models.remat.REMAT_POLICIES``.
+        attention: A name of ``models.attention.forms.ATTENTION_FORMS``.
+        logprob_chunk: Tokens at a time in the vocabulary stage; None: by ``chunk_tokens``.
     """
 
     objective: ObjectiveConfig
@@ -96,14 +101,18 @@ class Accumulated(NamedTuple):
     weighted_logp: jax.Array  # sum of (d loss / d log-prob) * log-prob over them
 
 
-class Programs(NamedTuple):
-    """Jitted functions; M counts the micro-batches of a batch, ``used`` those that hold rows.
+class LearnerPrograms(NamedTuple):
+    """The jitted functions of an update, one for each of its phases.
 
-    score(params, tokens, used) -> TokenScores [M, S, T]
-    weigh(scores, old_logp, reference_logp | None, tokens, events)
-        -> (TokenWeights, ObjectiveMetrics, number of events dropped as not finite)
-    accumulate(params, tokens, weights, used) -> Accumulated
-    apply(state, sums, live_events) -> (state, gradient norm, applied); ``state`` is donated
+    M counts the micro-batches of a batch, ``used`` (int32) those that hold rows.
+
+    Attributes:
+        score: (params, tokens, used) -> TokenScores; see ``score_tokens``.
+        weigh: (scores, old_logp, reference_logp | None, tokens, events) -> (TokenWeights,
+            ObjectiveMetrics, dropped events); see ``weigh_tokens``.
+        accumulate: (params, tokens, weights, used) -> Accumulated; see ``accumulate_gradients``.
+        apply: (state, sums, live_events) -> (state, norm, applied), ``state`` is donated; see
+            ``apply_gradients``.
     """
 
     score: Any
@@ -121,21 +130,33 @@ class Shardings(NamedTuple):
 
 
 def state_shardings(mesh: Mesh, params: dict, optimizer: optax.GradientTransformation) -> Shardings:
-    """``params``: arrays or ShapeDtypeStructs. Moments take the sharding of their parameter."""
+    """Where state and batches lie on ``mesh``; moments take the sharding of their parameter.
+
+    ``params``: arrays or ShapeDtypeStructs, by path.
+    """
     shardings, whole = tree_shardings(mesh, params), replicated(mesh)
     opt_shardings = opt_state_shardings(optimizer, params, shardings, whole)
     state = TrainState._make((shardings, opt_shardings, whole))
     return Shardings(state, batch_sharding(mesh), whole)
 
 
-def build_programs(
+def build_learner_programs(
     graphdef: Any,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     settings: LearnerSettings,
     shardings: Shardings,
-) -> Programs:
-    """The programs of a learner; nothing is traced before a program is called or lowered."""
+) -> LearnerPrograms:
+    """The programs of a learner; nothing is traced before a program is called or lowered.
+
+    Args:
+        graphdef: The model's static part, from ``split_params``.
+        optimizer: From ``make_optimizer``, or any whose leaves are updated on their own once
+            the gradient's norm is known.
+        mesh: With the axes data, fsdp and tensor.
+        settings: What is computed.
+        shardings: From ``state_shardings`` on the same mesh.
+    """
     objective = settings.objective
     forward = Forward(
         dtype=settings.dtype,
@@ -150,127 +171,163 @@ def build_programs(
         with_entropy=bool(objective.entropy_coef),
         mesh=mesh,
     )
-
-    def score(params, tokens: TokenArrays, used):
-        model = nnx.merge(graphdef, params)
-
-        def one(m, scores):
-            micro = jax.tree.map(lambda x: x[m], tokens)
-            hidden = model(micro.tokens, micro.positions, micro.segment_ids, forward=forward)
-            head, axis = model.head()
-            new = token_scores(hidden, micro.tokens, micro.loss_mask, head, axis, vocabulary)
-            return jax.tree.map(lambda all, x: all.at[m].set(x), scores, new)
-
-        return jax.lax.fori_loop(0, used, one, _no_scores(tokens, settings.dtype))
-
-    def accumulate(params, tokens: TokenArrays, weights: TokenWeights, used):
-        def one(m, sums):
-            # A dropped event's rows become padding: a weight of 0 alone would give 0 * NaN.
-            micro, w = jax.tree.map(lambda x: x[m], (tokens, weights))
-            micro = jax.tree.map(lambda x: jnp.where(w.keep, x, 0), micro)
-
-            def vocabulary_stage(hidden, head, vocab_axis):
-                scores, d_hidden, d_head = token_gradients(
-                    hidden, micro.tokens, micro.loss_mask, w.logp, w.entropy, head, vocab_axis,
-                    vocabulary,
-                )  # fmt: skip
-                gap = jnp.abs(scores.logp - micro.sampler_logp)
-                gap = jnp.where(micro.loss_mask, gap, 0.0).sum()
-                return d_hidden, d_head, (gap, (w.logp * scores.logp).sum())
-
-            grads, (gap, weighted) = add_gradients(
-                graphdef, params, sums.grads, micro.tokens, micro.positions, micro.segment_ids,
-                vocabulary_stage, forward,
-            )  # fmt: skip
-            return Accumulated(grads, sums.gap_sum + gap, sums.weighted_logp + weighted)
-
-        wide = jnp.promote_types(settings.dtype, jnp.float32)
-        zeros = Accumulated(
-            jax.tree.map(
-                lambda p, s: jax.lax.with_sharding_constraint(_zeros_at_least_float32(p), s),
-                params, shardings.state.params,
-            ),
-            jnp.zeros((), wide), jnp.zeros((), wide),
-        )  # fmt: skip
-        return jax.lax.fori_loop(0, used, one, zeros)
-
-    def weigh(scores: TokenScores, old, reference, tokens: TokenArrays, events: EventArrays):
-        finite, keep = _finite_events(scores.logp, old, tokens, events)
-        skipped_events, skipped_members, skipped_tokens = events.skipped
-        size = jnp.where(finite, events.event_size, 0)
-        kept_tokens = jnp.sum(tokens.loss_mask & keep)
-
-        def loss_of(logp, entropy):
-            return setwise_objective(
-                _flat(logp), _flat(old), _flat(tokens.loss_mask), events.row_event,
-                events.event_size, events.event_advantage, event_valid=finite,
-                token_row=_flat(tokens.token_row),
-                reference_logp=None if reference is None else _flat(reference),
-                entropy=_flat(entropy) if objective.entropy_coef else None,
-                sampler_logp=_flat(tokens.sampler_logp) if objective.sampler_cap else None,
-                row_advantage=None if objective.level == "event" else events.row_advantage,
-                num_events=jnp.sum(size > 0) + skipped_events,
-                num_members=jnp.sum(size) + skipped_members,
-                num_tokens=kept_tokens + skipped_tokens,
-                config=objective,
-            )  # fmt: skip
-
-        (w_logp, w_entropy), metrics = jax.grad(loss_of, argnums=(0, 1), has_aux=True)(*scores)
-        metrics = _with_skipped(metrics, objective.level, events.skipped)
-        dropped = jnp.sum(~finite & (events.event_size > 0))
-        return TokenWeights(w_logp, w_entropy, keep), metrics, dropped
-
-    def apply(state: TrainState, sums: Accumulated, live_events):
-        norm = optax.tree.norm(sums.grads)
-        # Without any, momentum and decay alone would move the parameters.
-        good = jnp.isfinite(norm) & (live_events > 0)
-
-        params, opt_state = apply_by_leaf(
-            optimizer, sums.grads, norm, state.opt_state, state.params,
-            step=state.updates, good=good,
-        )  # fmt: skip
-        return TrainState(params, opt_state, state.updates + good), norm, good
-
+    how = Passes(graphdef, forward, vocabulary, jnp.promote_types(settings.dtype, jnp.float32))
     tokens, whole, params = shardings.tokens, shardings.whole, shardings.state.params
     sums = Accumulated._make((params, whole, whole))
-    return Programs(
-        score=jax.jit(score, in_shardings=(params, tokens, whole), out_shardings=tokens),
-        weigh=jax.jit(weigh, out_shardings=(tokens, whole, whole)),
+    return LearnerPrograms(
+        score=jax.jit(
+            functools.partial(score_tokens, how=how),
+            in_shardings=(params, tokens, whole), out_shardings=tokens,
+        ),
+        weigh=jax.jit(
+            functools.partial(weigh_tokens, objective=objective),
+            out_shardings=(tokens, whole, whole),
+        ),
         accumulate=jax.jit(
-            accumulate, in_shardings=(params, tokens, tokens, whole), out_shardings=sums
+            functools.partial(accumulate_gradients, how=how, shardings=params),
+            in_shardings=(params, tokens, tokens, whole), out_shardings=sums,
         ),
         apply=jax.jit(
-            apply, in_shardings=(shardings.state, sums, whole),
+            functools.partial(apply_gradients, optimizer=optimizer),
+            in_shardings=(shardings.state, sums, whole),
             out_shardings=(shardings.state, whole, whole), donate_argnums=0,
         ),
     )  # fmt: skip
 
 
-def _with_skipped(metrics: ObjectiveMetrics, level: str, skipped: jax.Array) -> ObjectiveMetrics:
-    """The metrics of the whole mini-batch, where ``skipped`` has the events, members and tokens
-    that were left out for their zero advantage. Such a unit is not clipped. Its ratio is not known:
-    means of ratios, and the KL between the policies, stay those of what was computed."""
-    events, members, tokens = skipped
-    units = metrics.num_units + {"event": events, "member": members, "token": tokens}[level]
-    num_events = metrics.num_events + events
+class Passes(NamedTuple):
+    """How a micro-batch goes through the model, forward and backward."""
 
-    def over(total, count):
-        return total / jnp.maximum(count, 1)
-
-    size = metrics.mean_k * metrics.num_events + members
-    return metrics._replace(
-        num_events=num_events,
-        num_tokens=metrics.num_tokens + tokens,
-        num_units=units,
-        clip_fraction=over(metrics.clip_fraction * metrics.num_units, units),
-        zero_advantage_fraction=over(num_events - metrics.live_events, num_events),
-        mean_k=over(size, num_events),
-    )
+    graphdef: Any
+    forward: Forward
+    vocabulary: Vocabulary
+    dtype: Any  # of log-probs and of the sums over tokens: at least float32
 
 
-def _no_scores(tokens: TokenArrays, dtype: Any) -> TokenScores:
-    zeros = jnp.zeros(tokens.tokens.shape, jnp.promote_types(dtype, jnp.float32))
-    return TokenScores(zeros, zeros)
+def score_tokens(params: dict, tokens: TokenArrays, used: jax.Array, *, how: Passes) -> TokenScores:
+    """Log-probs and entropies [M, S, T] of the first ``used`` micro-batches, 0 for the others."""
+    model = nnx.merge(how.graphdef, params)
+
+    def one(m, scores):
+        micro = jax.tree.map(lambda x: x[m], tokens)
+        hidden = model(micro.tokens, micro.positions, micro.segment_ids, forward=how.forward)
+        head, axis = model.head()
+        new = token_scores(hidden, micro.tokens, micro.loss_mask, head, axis, how.vocabulary)
+        return jax.tree.map(lambda all, x: all.at[m].set(x), scores, new)
+
+    zeros = jnp.zeros(tokens.tokens.shape, how.dtype)
+    return jax.lax.fori_loop(0, used, one, TokenScores(zeros, zeros))
+
+
+def weigh_tokens(
+    scores: TokenScores,
+    old_logp: jax.Array,
+    reference_logp: jax.Array | None,
+    tokens: TokenArrays,
+    events: EventArrays,
+    *,
+    objective: ObjectiveConfig,
+) -> tuple[TokenWeights, ObjectiveMetrics, jax.Array]:
+    """The gradient of the loss with respect to the scores, over the whole mini-batch.
+
+    Args:
+        scores: Current log-probs and entropies, [M, S, T].
+        old_logp: [M, S, T], of the policy that sampled the batch.
+        reference_logp: [M, S, T], of the KL term's reference; None without that term.
+        tokens: The batch's tokens.
+        events: Its rows and events.
+        objective: The switches of the loss.
+
+    Returns:
+        (weights, metrics of the mini-batch, number of events dropped for a non-finite log-prob).
+    """
+    finite, keep = _finite_events(scores.logp, old_logp, tokens, events)
+    skipped = Counts(*events.skipped)
+    size = jnp.where(finite, events.event_size, 0)
+    kept_tokens = jnp.sum(tokens.loss_mask & keep)
+
+    def loss_of(logp, entropy):
+        return setwise_objective(
+            _flat(logp), _flat(old_logp), _flat(tokens.loss_mask), events.row_event,
+            events.event_size, events.event_advantage, event_valid=finite,
+            token_row=_flat(tokens.token_row),
+            reference_logp=None if reference_logp is None else _flat(reference_logp),
+            entropy=_flat(entropy) if objective.entropy_coef else None,
+            sampler_logp=_flat(tokens.sampler_logp) if objective.sampler_cap else None,
+            row_advantage=None if objective.unit.name == "event" else events.row_advantage,
+            num_events=jnp.sum(size > 0) + skipped.events,
+            num_members=jnp.sum(size) + skipped.members,
+            num_tokens=kept_tokens + skipped.tokens,
+            config=objective,
+        )  # fmt: skip
+
+    (w_logp, w_entropy), metrics = jax.grad(loss_of, argnums=(0, 1), has_aux=True)(*scores)
+    metrics = count_skipped(metrics, skipped, objective)
+    dropped = jnp.sum(~finite & (events.event_size > 0))
+    return TokenWeights(w_logp, w_entropy, keep), metrics, dropped
+
+
+def accumulate_gradients(
+    params: dict,
+    tokens: TokenArrays,
+    weights: TokenWeights,
+    used: jax.Array,
+    *,
+    how: Passes,
+    shardings: dict,
+) -> Accumulated:
+    """The gradient of ``sum(weights * scores)``, summed over the first ``used`` micro-batches.
+
+    ``shardings`` are those of ``params``; the sums have them too, in at least float32.
+    """
+
+    def one(m, sums):
+        # A dropped event's rows become padding: a weight of 0 alone would give 0 * NaN.
+        micro, w = jax.tree.map(lambda x: x[m], (tokens, weights))
+        micro = jax.tree.map(lambda x: jnp.where(w.keep, x, 0), micro)
+
+        def vocabulary_stage(hidden, head, vocab_axis):
+            scores, d_hidden, d_head = token_gradients(
+                hidden, micro.tokens, micro.loss_mask, w.logp, w.entropy, head, vocab_axis,
+                how.vocabulary,
+            )  # fmt: skip
+            gap = jnp.abs(scores.logp - micro.sampler_logp)
+            gap = jnp.where(micro.loss_mask, gap, 0.0).sum()
+            return d_hidden, d_head, (gap, (w.logp * scores.logp).sum())
+
+        grads, (gap, weighted) = add_gradients(
+            how.graphdef, params, sums.grads, micro.tokens, micro.positions, micro.segment_ids,
+            vocabulary_stage, how.forward,
+        )  # fmt: skip
+        return Accumulated(grads, sums.gap_sum + gap, sums.weighted_logp + weighted)
+
+    zeros = jax.tree.map(
+        lambda p, s: jax.lax.with_sharding_constraint(_zeros_at_least_float32(p), s),
+        params, shardings,
+    )  # fmt: skip
+    none = Accumulated(zeros, jnp.zeros((), how.dtype), jnp.zeros((), how.dtype))
+    return jax.lax.fori_loop(0, used, one, none)
+
+
+def apply_gradients(
+    state: TrainState,
+    sums: Accumulated,
+    live_events: jax.Array,
+    *,
+    optimizer: optax.GradientTransformation,
+) -> tuple[TrainState, jax.Array, jax.Array]:
+    """(state after one update, global norm of the gradient, whether it was applied).
+
+    It is not where the norm is not finite or no event is live: without any, momentum and decay
+    alone would move the parameters.
+    """
+    norm = optax.tree.norm(sums.grads)
+    applied = jnp.isfinite(norm) & (live_events > 0)
+    params, opt_state = apply_by_leaf(
+        optimizer, sums.grads, norm, state.opt_state, state.params,
+        step=state.updates, applied=applied,
+    )  # fmt: skip
+    return TrainState(params, opt_state, state.updates + applied), norm, applied
 
 
 def _zeros_at_least_float32(x: jax.Array) -> jax.Array:
