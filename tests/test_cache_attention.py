@@ -70,8 +70,8 @@ def run(cache, rows, lengths, q):
     work = decode_work(rows, SHAPES)
     own = np.zeros(SHAPES.slots, np.int32)
     own[: len(lengths)] = lengths
-    room = new_partial(work, KV, N // KV, H)
-    return np.asarray(attend(q, cache, work, own, room)[0]), work
+    workspace = new_partial(work, KV, N // KV, H)
+    return np.asarray(attend(q, cache, work, own, workspace)[0]), work
 
 
 def queries(seed=1):

@@ -466,7 +466,8 @@ def test_what_the_attention_does_not_take_is_said_in_a_line(recipe_file, monkeyp
         raise ValueError("no such heads")
 
     monkeypatch.setattr(
-        "srpo_jax.compile_check.engine.cache_attention_on", lambda _: PLAIN._replace(room=refused)
+        "srpo_jax.compile_check.engine.cache_attention_on",
+        lambda _: PLAIN._replace(workspace=refused),
     )
     recipe = load_recipe(recipe_file)
     with pytest.raises(RecipeError, match=r"^rollout: no such heads$"):

@@ -64,12 +64,12 @@ LENGTHS = jnp.asarray([1, 16, 17, 20, 32, 5, 0], jnp.int32)
 
 @functools.lru_cache
 def decoder(attention):
-    """One jitted step without its room, compiled once for all tests of a shape."""
+    """One jitted step without its workspace, compiled once for all tests of a shape."""
 
     def step(q, k, v, cache, work, own, page):
         groups = q.shape[1] // k.shape[1]
-        room = attention.room(work, k.shape[1], groups, q.shape[2])
-        out, cache, _ = attention.decode(q, k, v, cache, work, own, page, room)
+        workspace = attention.workspace(work, k.shape[1], groups, q.shape[2])
+        out, cache, _ = attention.decode(q, k, v, cache, work, own, page, workspace)
         return out, cache
 
     return jax.jit(step)
@@ -127,14 +127,16 @@ def test_steps_in_a_loop_cross_into_the_next_page():
     @functools.partial(jax.jit, static_argnums=0)
     def run(attention, cache):
         def step(carry):
-            n, cache, room, outs = carry
+            n, cache, workspace, outs = carry
             own = start + n + 1
             page = jnp.take_along_axis(tables, ((own - 1) // P)[:, None], 1)[:, 0]
-            out, cache, room = attention.decode(q[n], k[n], v[n], cache, work, own, page, room)
-            return n + 1, cache, room, outs.at[n].set(out)
+            out, cache, workspace = attention.decode(
+                q[n], k[n], v[n], cache, work, own, page, workspace
+            )
+            return n + 1, cache, workspace, outs.at[n].set(out)
 
-        room = attention.room(work, 1, 2, 64)
-        carry = (0, cache, room, jnp.zeros((5, 7, 2, 64)))
+        workspace = attention.workspace(work, 1, 2, 64)
+        carry = (0, cache, workspace, jnp.zeros((5, 7, 2, 64)))
         _, cache, _, outs = jax.lax.while_loop(lambda carry: carry[0] < 5, step, carry)
         return outs, cache
 
@@ -232,6 +234,6 @@ def test_what_it_cannot_take_is_refused_in_words(H, dtype, page, reason):
 
 
 def test_heads_it_cannot_take_are_refused_when_room_is_made():
-    assert KERNELS.room(plan({}), 2, 2, 128) == ()
+    assert KERNELS.workspace(plan({}), 2, 2, 128) == ()
     with pytest.raises(ValueError, match="head widths of 16 to 128, not 256"):
-        KERNELS.room(plan({}), 2, 2, 256)
+        KERNELS.workspace(plan({}), 2, 2, 256)

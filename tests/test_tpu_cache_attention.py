@@ -84,7 +84,7 @@ def test_decode_equals_plain_over_steps(Kv, G, H, page, dtype):
     rows, own = busy_rows(page)
     work = plan(rows, page)
     cache = start = random_cache(30, Kv, H, page, dtype)
-    expected_cache, room = start, new_partial(work, Kv, G, H)
+    expected_cache, workspace = start, new_partial(work, Kv, G, H)
     for step in range(3):
         q, k, v = (
             random(10 * step + i, SLOTS, n, H, dtype=dtype)
@@ -92,7 +92,9 @@ def test_decode_equals_plain_over_steps(Kv, G, H, page, dtype):
         )
         at = own_page(rows, own, page)
         out, cache, nothing = decode(q, k, v, cache, work, own, at, ())
-        expected, expected_cache, room = plain_decode(q, k, v, expected_cache, work, own, at, room)
+        expected, expected_cache, workspace = plain_decode(
+            q, k, v, expected_cache, work, own, at, workspace
+        )
         assert nothing == () and out.dtype == dtype and expected[:-1].any()
         np.testing.assert_allclose(
             np.asarray(out, np.float32), np.asarray(expected, np.float32),
@@ -187,16 +189,16 @@ def test_kernel_runs_in_a_loop_over_split_heads():
     args = random(3, SLOTS, Kv * G, H), random(4, SLOTS, Kv, H), random(5, SLOTS, Kv, H)
     current = jnp.asarray([row.own for row in rows.values()] + [[0, 0]], jnp.int32)
 
-    def loop(attention, q, k, v, cache, room, work, own):
+    def loop(attention, q, k, v, cache, workspace, work, own):
         def step(n, carry):
-            x, cache, room = carry
+            x, cache, workspace = carry
             there = own > 0
             at = jnp.take_along_axis(current, ((own + n - 1) // page)[:, None], 1, mode="clip")
             return attention.decode(
-                q + x, k, v, cache, work, own + n * there, jnp.where(there, at[:, 0], 0), room
+                q + x, k, v, cache, work, own + n * there, jnp.where(there, at[:, 0], 0), workspace
             )
 
-        return jax.lax.fori_loop(0, steps, step, (jnp.zeros_like(q), cache, room))
+        return jax.lax.fori_loop(0, steps, step, (jnp.zeros_like(q), cache, workspace))
 
     heads = P(None, "tensor")
     split = jax.shard_map(
@@ -206,8 +208,8 @@ def test_kernel_runs_in_a_loop_over_split_heads():
     )  # fmt: skip
     cache = random_cache(30, Kv, H, page)
     out, got, _ = jax.block_until_ready(jax.jit(split)(*args, cache, (), work, own))
-    room = new_partial(work, Kv, G, H)
-    expected, want, _ = jax.jit(functools.partial(loop, PLAIN))(*args, cache, room, work, own)
+    workspace = new_partial(work, Kv, G, H)
+    expected, want, _ = jax.jit(functools.partial(loop, PLAIN))(*args, cache, workspace, work, own)
     np.testing.assert_allclose(out, expected, atol=1e-5)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(a[1:], b[1:])
@@ -252,10 +254,10 @@ def test_more_items_than_scalar_memory_holds_are_refused_when_room_is_made():
     for slots, fits in ((512, True), (600, False)):  # of 40 pages each, and a chunk of 32 more
         work = decode_work({}, Shapes(slots, 256, KERNEL.lanes, 38 * 256))
         if fits:
-            assert KERNEL.room(work, 2, 4, 128) == ()
+            assert KERNEL.workspace(work, 2, 4, 128) == ()
         else:
             with pytest.raises(ValueError, match=r"takes at most 23458 items .* not 24032"):
-                KERNEL.room(work, 2, 4, 128)
+                KERNEL.workspace(work, 2, 4, 128)
 
 
 def test_what_the_kernel_does_not_take_is_refused_in_words():

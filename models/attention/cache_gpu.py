@@ -8,7 +8,7 @@ and a loop whose length is data makes the host wait for the device in every roun
 
 An item reads 4 P H bytes of a page of bfloat16 and moves 8 G H bytes of sums for each of its rows,
 which is why pages are not shorter than 64 tokens. More than four lanes would save little: the next
-item of a shared page finds it in the L2 cache, while the sums' room grows with the lanes.
+item of a shared page finds it in the L2 cache, while the workspace grows with the lanes.
 
 Axes: as in ``models.attention.cache``, and n = C I items, L lanes in use.
 """
@@ -27,38 +27,43 @@ from models.attention.sequence_gpu import gpu_supported
 
 PROGRAMS = 2048  # of a decode step's first kernel: a few for each place on the largest GPUs
 SMALLEST_TILE = 16  # rows and columns of a product on tensor cores
-WIDE = jnp.float32
+ACC_DTYPE = jnp.float32
 
 
 def gpu_cache_attention(interpret: bool = False) -> CacheAttention:
-    """The kernels' attention. ``interpret`` runs them on any backend, slowly.
+    """The kernels' attention over a KV cache.
 
     Takes bfloat16, float16 and float32, whose products keep full precision (no TF32), and head
-    widths of 16 to 128; raises ValueError with the reason of ``gpu_supported`` otherwise.
+    widths of 16 to 128; its functions raise ValueError with the reason of ``gpu_supported``
+    otherwise.
 
     Not yet run on a GPU. Run were the interpreter on CPU, the lowering to Triton for CUDA, and, of
     an earlier form, the compilation of that for compute capabilities 8.0 and 9.0.
+
+    Args:
+        interpret: Runs the kernels on any backend, slowly.
     """
     return CacheAttention(
         page=64,
         lanes=4,
-        room=no_room,
-        decode=functools.partial(decode_tokens_gpu, interpret=interpret),
-        prefill=functools.partial(prefill_pages_gpu, interpret=interpret),
+        workspace=no_workspace_gpu,
+        decode=functools.partial(decode_attention_gpu, interpret=interpret),
+        prefill=functools.partial(prefill_attention_gpu, interpret=interpret),
     )
 
 
-def no_room(work: Work, kv_heads: int, groups: int, head_dim: int) -> tuple[()]:
+def no_workspace_gpu(work: Work, kv_heads: int, groups: int, head_dim: int) -> tuple[()]:
     """The sums are temporaries: nothing is carried from layer to layer.
 
-    Raises ValueError on heads that the kernels do not take.
+    Raises:
+        ValueError: On heads that the kernels do not take.
     """
-    if reason := gpu_supported((kv_heads * groups, head_dim), kv_heads, WIDE):
+    if reason := gpu_supported((kv_heads * groups, head_dim), kv_heads, ACC_DTYPE):
         raise ValueError(reason)
     return ()
 
 
-def decode_tokens_gpu(
+def decode_attention_gpu(
     q_BNH: jax.Array,
     k_BKvH: jax.Array,
     v_BKvH: jax.Array,
@@ -66,13 +71,14 @@ def decode_tokens_gpu(
     work: Work,
     own_B: jax.Array,
     page_B: jax.Array,
-    room: tuple[()],
+    workspace: tuple[()],
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, Pages, tuple[()]]:
-    """As ``decode_tokens``, but for the cache of rows without items: nothing is written for them.
+    """As ``decode_attention`` of ``models.attention.cache``, but for ``page_B`` and idle rows.
 
-    ``page_B`` is not read: a row's current page is its own item with 0 < own + base <= P.
+    ``page_B`` is not read: a row's current page is its own item with 0 < own + base <= P. For rows
+    without items nothing is written.
     """
     del page_B
     _check(q_BNH, cache)
@@ -87,7 +93,7 @@ def decode_tokens_gpu(
     keys = pl.BlockSpec((pages, None, width, P), lambda i, kv: (0, kv, 0, 0))
     values = pl.BlockSpec((pages, None, P, width), lambda i, kv: (0, kv, 0, 0))
     sums = pl.BlockSpec((n, None, places), lambda i, kv: (0, kv, 0))
-    highest, total, summed, *new = pl.pallas_call(
+    maximum, total, summed, *new = pl.pallas_call(
         functools.partial(_items_kernel, items=items, groups=G, head_dim=H),
         grid=(programs, Kv),
         in_specs=[
@@ -106,9 +112,9 @@ def decode_tokens_gpu(
             values,
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((n, Kv, R * G), WIDE),
-            jax.ShapeDtypeStruct((n, Kv, R * G), WIDE),
-            jax.ShapeDtypeStruct((n, Kv, R * G, H), WIDE),
+            jax.ShapeDtypeStruct((n, Kv, R * G), ACC_DTYPE),
+            jax.ShapeDtypeStruct((n, Kv, R * G), ACC_DTYPE),
+            jax.ShapeDtypeStruct((n, Kv, R * G, H), ACC_DTYPE),
             jax.ShapeDtypeStruct(cache.k.shape, cache.k.dtype),
             jax.ShapeDtypeStruct(cache.v.shape, cache.v.dtype),
         ],
@@ -127,11 +133,11 @@ def decode_tokens_gpu(
         v_BKvH,
         *cache,
     )
-    highest, total, summed = (
-        x.reshape(n, Kv, R, G, *x.shape[3:]) for x in (highest, total, summed)
+    maximum, total, summed = (
+        x.reshape(n, Kv, R, G, *x.shape[3:]) for x in (maximum, total, summed)
     )
-    out = _combine(highest, total, summed, work, q_BNH.dtype, interpret)
-    return out.reshape(B, N, H), Pages(*new), room
+    out = _combine(maximum, total, summed, work, q_BNH.dtype, interpret)
+    return out.reshape(B, N, H), Pages(*new), workspace
 
 
 def _items_kernel(
@@ -146,7 +152,7 @@ def _items_kernel(
     v_new_ref,
     k_ref,  # [pages, H, P]
     v_ref,  # [pages, P, H]
-    highest_ref,  # [n, R G]
+    maximum_ref,  # [n, R G]
     total_ref,
     values_ref,  # [n, R G, H]
     k_out_ref,  # the same memory as k_ref
@@ -159,7 +165,7 @@ def _items_kernel(
     """Every ``programs``-th item; H is filled up to a power of two, R G to places of a product."""
     P, width = v_ref.shape[1:]
     B, R = own_ref.shape[0], rows_ref.shape[1]
-    column, wide = jnp.arange(P), jnp.arange(width) < head_dim
+    column, real = jnp.arange(P), jnp.arange(width) < head_dim
 
     def attend(i, lanes, own):
         page, row = page_ref[i], rows_ref[i, 0]
@@ -168,19 +174,16 @@ def _items_kernel(
             tokens += plgpu.load(own_ref.at[row], mask=row < B, other=0)
         seen = column < tokens
         # A mask along the contiguous axis would make this two bytes at a time.
-        k = plgpu.load(k_ref.at[page], mask=jnp.broadcast_to(wide[:, None], (width, P)), other=0)
-        v = plgpu.load(v_ref.at[page], mask=seen[:, None] & wide[None], other=0)
+        k = plgpu.load(k_ref.at[page], mask=jnp.broadcast_to(real[:, None], (width, P)), other=0)
+        v = plgpu.load(v_ref.at[page], mask=seen[:, None] & real[None], other=0)
         if own:
-            # The new token is stored by this program alone, and goes into the tiles at once.
             put = (row < B) & (tokens > 0) & (tokens <= P)
-            stored, last = put & wide, put & (column == tokens - 1)
+            stored, last = put & real, put & (column == tokens - 1)
             k_new = plgpu.load(k_new_ref.at[row], mask=stored, other=0).astype(k.dtype)
             v_new = plgpu.load(v_new_ref.at[row], mask=stored, other=0).astype(v.dtype)
             k = jnp.where(last[None], k_new[:, None], k)
             v = jnp.where(last[:, None], v_new[None], v)
-            at = jnp.clip(tokens - 1, 0, P - 1)
-            plgpu.store(k_out_ref.at[page, :, at], k_new, mask=stored)
-            plgpu.store(v_out_ref.at[page, at], v_new, mask=stored)
+            _store_token(page, tokens, k_new, v_new, stored, k_out_ref, v_out_ref)
 
         place = jnp.arange(_tile(lanes * groups))
         lane, group = jax.lax.div(place, groups), jax.lax.rem(place, groups)
@@ -188,16 +191,16 @@ def _items_kernel(
         row = plgpu.load(rows_ref.at[i, jnp.minimum(lane, lanes - 1)])
         used &= row < B
         q_at = _grid((jnp.minimum(row, B - 1), group), width)
-        q = plgpu.load(q_ref.at[q_at], mask=used[:, None] & wide[None], other=0)
-        q = (q.astype(WIDE) * head_dim**-0.5).astype(k.dtype)
+        q = plgpu.load(q_ref.at[q_at], mask=used[:, None] & real[None], other=0)
+        q = (q.astype(ACC_DTYPE) * head_dim**-0.5).astype(k.dtype)
         scores = jnp.where(seen[None], _product(q, k), MASKED)
-        highest = scores.max(1)
-        weights = jnp.where(seen[None], jnp.exp(scores - highest[:, None]), 0)
+        maximum = scores.max(1)
+        weights = jnp.where(seen[None], jnp.exp(scores - maximum[:, None]), 0)
         values = _product(weights.astype(v.dtype), v)
         here = pl.ds(0, place.size)
-        plgpu.store(highest_ref.at[i, here], highest, mask=used)
+        plgpu.store(maximum_ref.at[i, here], maximum, mask=used)
         plgpu.store(total_ref.at[i, here], weights.sum(1), mask=used)
-        plgpu.store(values_ref.at[i, here], values, mask=used[:, None] & wide[None])
+        plgpu.store(values_ref.at[i, here], values, mask=used[:, None] & real[None])
 
     first, step = pl.program_id(0), pl.num_programs(0)
 
@@ -219,7 +222,14 @@ def _items_kernel(
     jax.lax.fori_loop(0, jax.lax.div(count - first + step - 1, step), item, None)
 
 
-def _combine(highest, total, values, work: Work, dtype, interpret: bool) -> jax.Array:
+def _store_token(page, tokens, k_new, v_new, mask, k_out_ref, v_out_ref):
+    """Writes a row's new token [H], the last of ``tokens``, to its page: no other program does."""
+    at = jnp.clip(tokens - 1, 0, v_out_ref.shape[1] - 1)
+    plgpu.store(k_out_ref.at[page, :, at], k_new, mask=mask)
+    plgpu.store(v_out_ref.at[page, at], v_new, mask=mask)
+
+
+def _combine(maximum, total, values, work: Work, dtype, interpret: bool) -> jax.Array:
     """As ``combine``: the rows' [B, Kv, G, H] in ``dtype`` from the sums of their pages."""
     n, Kv, R, G, H = values.shape
     B, J = work.parts.shape
@@ -241,13 +251,13 @@ def _combine(highest, total, values, work: Work, dtype, interpret: bool) -> jax.
             num_warps=4 if groups * width <= 1024 else 8, num_stages=1
         ),
         interpret=interpret,
-    )(work.groups, work.parts, highest, total, values)
+    )(work.groups, work.parts, maximum, total, values)
 
 
 def _combine_kernel(
     groups_ref,  # [1]
     parts_ref,  # [J]
-    highest_ref,  # [n, R, G]
+    maximum_ref,  # [n, R, G]
     total_ref,
     values_ref,  # [n, R, G, H]
     out_ref,  # [G, H]
@@ -257,7 +267,7 @@ def _combine_kernel(
 ):
     R, many, width = values_ref.shape[1:]
     head = (jnp.arange(many) < groups)[None]
-    wide = (jnp.arange(width) < head_dim)[None]
+    real = (jnp.arange(width) < head_dim)[None]
 
     def group(g, carry):
         part = parts_ref[pl.ds(g * GROUP, GROUP)]
@@ -265,14 +275,14 @@ def _combine_kernel(
         lane = jax.lax.rem(jnp.maximum(part, 0), R)
         there = (part >= 0)[:, None] & head
         at = _grid((item, lane), many)
-        highest = plgpu.load(highest_ref.at[at], mask=there, other=MASKED)
+        maximum = plgpu.load(maximum_ref.at[at], mask=there, other=MASKED)
         total = plgpu.load(total_ref.at[at], mask=there, other=0)
         values_at = _grid((item, lane), many, width)
-        filled = there[..., None] & wide[None]
+        filled = there[..., None] & real[None]
         values = plgpu.load(values_ref.at[values_at], mask=filled, other=0)
-        old_highest, old_total, old_values = carry
-        new = jnp.maximum(old_highest, highest.max(0))
-        scale, kept = jnp.exp(highest - new[None]), jnp.exp(old_highest - new)
+        old_maximum, old_total, old_values = carry
+        new = jnp.maximum(old_maximum, maximum.max(0))
+        scale, kept = jnp.exp(maximum - new[None]), jnp.exp(old_maximum - new)
         return (
             new,
             old_total * kept + (total * scale).sum(0),
@@ -280,16 +290,16 @@ def _combine_kernel(
         )
 
     start = (
-        jnp.full((many,), MASKED, WIDE),
-        jnp.zeros((many,), WIDE),
-        jnp.zeros((many, width), WIDE),
+        jnp.full((many,), MASKED, ACC_DTYPE),
+        jnp.zeros((many,), ACC_DTYPE),
+        jnp.zeros((many, width), ACC_DTYPE),
     )
     _, total, values = jax.lax.fori_loop(0, groups_ref[0], group, start)
     out = values / jnp.maximum(total, 1e-30)[:, None]
-    plgpu.store(out_ref, out.astype(out_ref.dtype), mask=head[0][:, None] & wide)
+    plgpu.store(out_ref, out.astype(out_ref.dtype), mask=head[0][:, None] & real)
 
 
-def prefill_pages_gpu(
+def prefill_attention_gpu(
     q_SPNH: jax.Array,
     k_SPKvH: jax.Array,
     v_SPKvH: jax.Array,
@@ -300,7 +310,7 @@ def prefill_pages_gpu(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, Pages]:
-    """As ``prefill_pages``: the pages are stored by XLA, then a kernel reads them."""
+    """As ``prefill_attention``: the pages are stored by XLA, then a kernel reads them."""
     _check(q_SPNH, cache)
     cache = write_pages(cache, k_SPKvH, v_SPKvH, page_S)
     S, P, N, H = q_SPNH.shape
@@ -343,34 +353,38 @@ def _prefill_kernel(
     head_dim,
 ):
     P, width = q_ref.shape
-    wide = (jnp.arange(width) < head_dim)[None]
+    real = (jnp.arange(width) < head_dim)[None]
     depth = depth_ref[...]
     row, column = jnp.arange(P)[:, None], jnp.arange(P)[None]
-    q = plgpu.load(q_ref, mask=wide, other=0)
-    q = (q.astype(WIDE) * head_dim**-0.5).astype(k_ref.dtype)
+    q = plgpu.load(q_ref, mask=real, other=0)
+    q = (q.astype(ACC_DTYPE) * head_dim**-0.5).astype(k_ref.dtype)
 
     def page(j, carry):
         at = context_ref[j]
-        k = plgpu.load(k_ref.at[at], mask=wide.reshape(width, 1), other=0)
-        v = plgpu.load(v_ref.at[at], mask=wide, other=0)
-        highest, total, values = carry
+        k = plgpu.load(k_ref.at[at], mask=real.reshape(width, 1), other=0)
+        v = plgpu.load(v_ref.at[at], mask=real, other=0)
+        maximum, total, values = carry
         visible = column <= row + (depth - 1 - j) * P
         scores = jnp.where(visible, _product(q, k), MASKED)
-        new = jnp.maximum(highest, scores.max(1))
-        weights, kept = jnp.exp(scores - new[:, None]), jnp.exp(highest - new)
+        new = jnp.maximum(maximum, scores.max(1))
+        weights, kept = jnp.exp(scores - new[:, None]), jnp.exp(maximum - new)
         added = _product(weights.astype(v.dtype), v)
         return new, total * kept + weights.sum(1), values * kept[:, None] + added
 
-    start = (jnp.full((P,), MASKED, WIDE), jnp.zeros((P,), WIDE), jnp.zeros((P, width), WIDE))
+    start = (
+        jnp.full((P,), MASKED, ACC_DTYPE),
+        jnp.zeros((P,), ACC_DTYPE),
+        jnp.zeros((P, width), ACC_DTYPE),
+    )
     _, total, values = jax.lax.fori_loop(0, depth, page, start)
     out = values / jnp.maximum(total, 1e-30)[:, None]
-    plgpu.store(out_ref, out.astype(out_ref.dtype), mask=wide)
+    plgpu.store(out_ref, out.astype(out_ref.dtype), mask=real)
 
 
 def _product(a, b):
     """[M, K] times [K, L] in float32; factors of float32 keep their bits."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.dot(a, b, precision=precision, preferred_element_type=WIDE)
+    return jnp.dot(a, b, precision=precision, preferred_element_type=ACC_DTYPE)
 
 
 def _grid(places: tuple[jax.Array, ...], *sizes: int) -> tuple[jax.Array, ...]:

@@ -7,10 +7,11 @@ new token is put into its page in VMEM and only the tiles that hold it are writt
 128] of the keys and [Kv, 16, H] of the values, a quarter of such a page. A step of the grid costs
 about a third of a microsecond beside that, which narrow pages (Kv H < 256) do not hide.
 
-Softmax sums are kept for every row in VMEM and updated in the order of the items, in which a row's
-pages have a fixed order. An own page always goes through a product of one row and a shared one
-through a product of R, so a row's bits depend on its own pages alone. Query heads stay dense: a
-product takes all of them and keeps those that belong to its key head, so any group size G fits.
+The running maximum and sum of every row's online softmax are kept in VMEM and updated in the order
+of the items, in which a row's pages have a fixed order. An own page always goes through a product
+of one row and a shared one through a product of R, so a row's bits depend on its own pages alone.
+Query heads stay dense: a product takes all of them and keeps those that belong to its key head, so
+any group size G fits.
 
 VMEM, as compiled for v5e: decoding takes 4 to 15 MiB (64 to 256 rows of 16 to 32 heads), prefill
 9 MiB at N H = 2048 and 15 MiB at 4096, or 21 MiB in float32; up to twice that for v5p. The 16 MiB
@@ -42,25 +43,29 @@ SCALARS = 2**18 - 2**12  # int32 that fit in a core's scalar memory beside a ker
 
 
 def tpu_cache_attention(interpret: Any = False) -> CacheAttention:
-    """Attention over a cache in bfloat16 or float32 whose pages hold a multiple of 128 tokens.
+    """Attention over a KV cache in bfloat16 or float32 whose pages hold a multiple of 128 tokens.
 
     Works on local arrays: inside ``shard_map`` where the heads are split, and in loops that carry
-    the cache, which is changed in place. ``interpret`` runs it on any backend, slowly: True, or
-    ``pltpu.InterpretParams`` for the interpreter that also simulates the pipeline's copies.
+    the cache, which is changed in place.
+
+    Args:
+        interpret: Runs it on any backend, slowly: True, or ``pltpu.InterpretParams`` for the
+            interpreter that also simulates the pipeline's copies.
     """
     return CacheAttention(
         page=256,
         lanes=8,
-        room=no_room,
-        decode=functools.partial(decode_tokens, interpret=interpret),
-        prefill=functools.partial(prefill_pages, interpret=interpret),
+        workspace=no_workspace_tpu,
+        decode=functools.partial(decode_attention_tpu, interpret=interpret),
+        prefill=functools.partial(prefill_attention_tpu, interpret=interpret),
     )
 
 
-def no_room(work: Work, kv_heads: int, groups: int, head_dim: int) -> tuple[()]:
+def no_workspace_tpu(work: Work, kv_heads: int, groups: int, head_dim: int) -> tuple[()]:
     """The sums live in VMEM: nothing is carried from layer to layer.
 
-    Raises ValueError on more items than scalar memory holds.
+    Raises:
+        ValueError: On more items than scalar memory holds.
     """
     most = SCALARS // (work.rows.shape[2] + 3)
     if work.page.size > most:
@@ -71,7 +76,7 @@ def no_room(work: Work, kv_heads: int, groups: int, head_dim: int) -> tuple[()]:
     return ()
 
 
-def decode_tokens(
+def decode_attention_tpu(
     q_BNH: jax.Array,
     k_BKvH: jax.Array,
     v_BKvH: jax.Array,
@@ -79,33 +84,74 @@ def decode_tokens(
     work: Work,
     own_B: jax.Array,
     page_B: jax.Array,
-    room: tuple[()],
+    workspace: tuple[()],
     *,
     interpret: Any = False,
 ) -> tuple[jax.Array, Pages, tuple[()]]:
-    """As ``cache_attention.decode_tokens``, but ``page_B`` is not needed: the page of a row's new
-    token is that of its only own item with 0 < base + own <= P. A row without one stores nothing,
-    and page UNUSED (0) may get any content if no row has one. Without any item the result is 0.
+    """As ``decode_attention`` of ``models.attention.cache``, but for ``page_B``.
 
-    Raises ValueError on a cache of another dtype or page size.
+    It is not needed: the page of a row's new token is that of its only own item with
+    0 < base + own <= P. A row without one stores nothing, and page UNUSED (0) may get any content
+    if no row has one. Without any item the result is 0.
+
+    Raises:
+        ValueError: On a cache of another dtype or page size.
     """
     _check(cache)
     B, N, H = q_BNH.shape
     _, Kv, P, _ = cache.v.shape
     R = work.rows.shape[2]
     heads = -(-N // SUBLANES) * SUBLANES
-    tiles = -(-B // LANES)
-    wide = jnp.float32
+    acc_dtype = jnp.float32
     # Row B is what empty lanes read and write.
-    q = jnp.pad((q_BNH * H**-0.5).astype(wide), ((0, 1), (0, heads - N), (0, 0)))
-    turned = _turned(cache)
+    q = jnp.pad((q_BNH * H**-0.5).astype(acc_dtype), ((0, 1), (0, heads - N), (0, 0)))
+    transposed = _is_transposed(cache)
+    new_k = _columns(k_BKvH.astype(acc_dtype))
+    k_page, k_tile, v_page, v_tile = _page_specs(cache)
+    if transposed:
+        v, new_v = _transposed(cache.v), _columns(v_BKvH.astype(acc_dtype))
+    else:
+        v, new_v = cache.v, v_BKvH.astype(acc_dtype)
 
-    def columns(x_BKvH):
-        x = jnp.pad(x_BKvH.astype(wide), ((0, tiles * LANES - B), (0, 0), (0, 0)))
-        return x.reshape(tiles, LANES, Kv, H).transpose(0, 2, 3, 1)
+    def whole(x):
+        return pl.BlockSpec(x.shape, lambda i, *_: (0,) * x.ndim)
 
-    def whole(*shape):
-        return pl.BlockSpec(shape, lambda i, *_: (0,) * len(shape))
+    count = jnp.maximum(work.chunks[0] * work.rows.shape[1], 1)
+    out, k, v = pl.pallas_call(
+        functools.partial(_decode_kernel, groups=N // Kv, lanes=R, transposed=transposed),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            grid=(count,),
+            in_specs=[whole(q), whole(new_k), whole(new_v), k_page, v_page],
+            out_specs=[whole(q), k_tile, v_tile],
+            scratch_shapes=[pltpu.VMEM((B + 1, heads, 1), acc_dtype)] * 2,
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct(q.shape, acc_dtype),
+            jax.ShapeDtypeStruct(cache.k.shape, cache.k.dtype),
+            jax.ShapeDtypeStruct(v.shape, v.dtype),
+        ],
+        input_output_aliases={8: 1, 9: 2},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_BYTES
+        ),
+        interpret=interpret,
+        name="cache_decode",
+    )(*_items(work, own_B, P), q, new_k, new_v, cache.k, v)
+    return out[:B, :N].astype(q_BNH.dtype), Pages(k, _transposed(v) if transposed else v), workspace
+
+
+def _columns(x_BKvH: jax.Array) -> jax.Array:
+    """[B, Kv, H] -> [tiles, Kv, H, 128]: a row is a column, the rows filled up to whole tiles."""
+    B, Kv, H = x_BKvH.shape
+    x = jnp.pad(x_BKvH, ((0, -B % LANES), (0, 0), (0, 0)))
+    return x.reshape(-1, LANES, Kv, H).transpose(0, 2, 3, 1)
+
+
+def _page_specs(cache: Pages) -> tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]:
+    """Blocks of the decode kernel: an item's page of keys, the tile of it that gets the new token,
+    and the same of the values. The kernel's scalars are those of ``_items``."""
+    _, Kv, P, H = cache.v.shape
 
     def read(i, page, *_):
         return page[i], 0, 0, 0
@@ -124,45 +170,12 @@ def decode_tokens(
         at, slab = written(i, page, seen, writer, SLAB)
         return at, 0, slab, 0
 
-    k_page, k_tile = (
-        pl.BlockSpec((1, Kv, H, P), read),
-        pl.BlockSpec((1, Kv, H, LANES), written_columns),
-    )
-    if turned:
-        v, new_v, v_page, v_tile = _turn(cache.v), columns(v_BKvH), k_page, k_tile
-    else:
-        v, new_v = cache.v, v_BKvH.astype(wide)
-        v_page = pl.BlockSpec((1, Kv, P, H), read)
-        v_tile = pl.BlockSpec((1, Kv, SLAB, H), written_rows)
-    count = jnp.maximum(work.chunks[0] * work.rows.shape[1], 1)
-    out, k, v = pl.pallas_call(
-        functools.partial(_decode_kernel, groups=N // Kv, lanes=R, turned=turned),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=5,
-            grid=(count,),
-            in_specs=[
-                whole(B + 1, heads, H),
-                whole(tiles, Kv, H, LANES),
-                whole(*new_v.shape),
-                k_page,
-                v_page,
-            ],
-            out_specs=[whole(B + 1, heads, H), k_tile, v_tile],
-            scratch_shapes=[pltpu.VMEM((B + 1, heads, 1), wide)] * 2,
-        ),
-        out_shape=[
-            jax.ShapeDtypeStruct((B + 1, heads, H), wide),
-            jax.ShapeDtypeStruct(cache.k.shape, cache.k.dtype),
-            jax.ShapeDtypeStruct(v.shape, v.dtype),
-        ],
-        input_output_aliases={8: 1, 9: 2},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_BYTES
-        ),
-        interpret=interpret,
-        name="cache_decode",
-    )(*_items(work, own_B, P), q, columns(k_BKvH), new_v, cache.k, v)
-    return out[:B, :N].astype(q_BNH.dtype), Pages(k, _turn(v) if turned else v), room
+    k_page = pl.BlockSpec((1, Kv, H, P), read)
+    k_tile = pl.BlockSpec((1, Kv, H, LANES), written_columns)
+    if _is_transposed(cache):
+        return k_page, k_tile, k_page, k_tile
+    v_page = pl.BlockSpec((1, Kv, P, H), read)
+    return k_page, k_tile, v_page, pl.BlockSpec((1, Kv, SLAB, H), written_rows)
 
 
 def _items(work: Work, own_B: jax.Array, P: int) -> tuple[HostOrDevice, ...]:
@@ -196,8 +209,8 @@ def _decode_kernel(
     page, seen, writer, rows, shared,
     q, new_k, new_v, k, v,
     out, k_out, v_out,
-    highest, total,
-    *, groups, lanes, turned,
+    maximum, total,
+    *, groups, lanes, transposed,
 ):  # fmt: skip
     """q and out [B + 1, N, H], new_k [tiles, Kv, H, 128], new_v [B, Kv, H] and the sums [B + 1, N,
     1] are whole, in float32; k [1, Kv, H, P] and v [1, Kv, P, H] are the item's page, k_out and
@@ -206,7 +219,7 @@ def _decode_kernel(
 
     @pl.when(i == 0)
     def _():
-        highest[...] = jnp.full_like(highest, MASKED)
+        maximum[...] = jnp.full_like(maximum, MASKED)
         total[...] = jnp.zeros_like(total)
         out[...] = jnp.zeros_like(out)
 
@@ -214,12 +227,12 @@ def _decode_kernel(
     def _():
         row, at = rows[i * lanes], seen[i] - 1
         _insert_column(row, at, new_k, k, k_out)
-        (_insert_column if turned else _insert_row)(row, at, new_v, v, v_out)
+        (_insert_column if transposed else _insert_row)(row, at, new_v, v, v_out)
 
     def attend(count):
         _attend(
             [rows[i * lanes + r] for r in range(count)],
-            seen[i], groups, turned, q, k, v, out, highest, total,
+            seen[i], groups, transposed, q, k, v, out, maximum, total,
         )  # fmt: skip
 
     @pl.when((seen[i] > 0) & (i < shared[0]))
@@ -259,7 +272,7 @@ def _insert_row(row, at, new, page, out):
         page[0, kv, slab] = out[0, kv]
 
 
-def _attend(rows, seen, groups, turned, q, k, v, out, highest, total):
+def _attend(rows, seen, groups, transposed, q, k, v, out, maximum, total):
     """Adds one page to the sums of ``rows``."""
     N, H = q.shape[1:]
     P = k.shape[3]
@@ -276,19 +289,19 @@ def _attend(rows, seen, groups, turned, q, k, v, out, highest, total):
     scores = sum(_dot(of_head(kv, queries).astype(k.dtype), k[0, kv]) for kv in range(k.shape[1]))
     place = jax.lax.broadcasted_iota(jnp.int32, (len(rows) * N, P), 1)
     scores = jnp.where(place < seen, scores, MASKED)
-    old = of_rows(highest)
+    old = of_rows(maximum)
     new = jnp.maximum(old, scores.max(-1, keepdims=True))
     weights, kept = jnp.exp(scores - new), jnp.exp(old - new)
     sums = of_rows(total) * kept + weights.sum(-1, keepdims=True)
     weights = weights.astype(v.dtype)
-    added = sum(of_head(kv, _dot(weights, v[0, kv], turned)) for kv in range(k.shape[1]))
+    added = sum(of_head(kv, _dot(weights, v[0, kv], transposed)) for kv in range(k.shape[1]))
     values = of_rows(out) * kept + added
     for r, row in enumerate(rows):
         part = slice(r * N, (r + 1) * N)
-        highest[row], total[row], out[row] = new[part], sums[part], values[part]
+        maximum[row], total[row], out[row] = new[part], sums[part], values[part]
 
 
-def prefill_pages(
+def prefill_attention_tpu(
     q_SPNH: jax.Array,
     k_SPKvH: jax.Array,
     v_SPKvH: jax.Array,
@@ -299,9 +312,10 @@ def prefill_pages(
     *,
     interpret: Any = False,
 ) -> tuple[jax.Array, Pages]:
-    """As ``cache_attention.prefill_pages``.
+    """As ``prefill_attention`` of ``models.attention.cache``.
 
-    Raises ValueError on a cache of another dtype or page size.
+    Raises:
+        ValueError: On a cache of another dtype or page size.
     """
     _check(cache)
     S, P, N, H = q_SPNH.shape
@@ -314,12 +328,12 @@ def prefill_pages(
     def read(s, j, context, depth):
         return context[s * J + jnp.clip(j, 0, jnp.maximum(depth[s] - 1, 0))], 0, 0, 0
 
-    turned = _turned(cache)
+    transposed = _is_transposed(cache)
     k_page = pl.BlockSpec((1, Kv, H, P), read)
-    v_page = k_page if turned else pl.BlockSpec((1, Kv, P, H), read)
+    v_page = k_page if transposed else pl.BlockSpec((1, Kv, P, H), read)
     queries = pl.BlockSpec((1, Kv, G * P, H), lambda s, j, *_: (s, 0, 0, 0))
     out = pl.pallas_call(
-        functools.partial(_prefill_kernel, turned=turned),
+        functools.partial(_prefill_kernel, transposed=transposed),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(S, jnp.maximum(depth_S.max(), 1)),
@@ -342,13 +356,13 @@ def prefill_pages(
         depth_S,
         q.reshape(S, Kv, G * P, H),
         cache.k,
-        _turn(cache.v) if turned else cache.v,
+        _transposed(cache.v) if transposed else cache.v,
     )
     out = out.reshape(S, Kv, G, P, H).transpose(0, 3, 1, 2, 4)
     return out.reshape(S, P, N, H), cache
 
 
-def _prefill_kernel(context, depth, q, k, v, out, highest, total, values, *, turned):
+def _prefill_kernel(context, depth, q, k, v, out, maximum, total, values, *, transposed):
     """One page of queries [1, Kv, G * P, H] and one of its context."""
     s, j = pl.program_id(0), pl.program_id(1)
     Kv, rows = q.shape[1:3]
@@ -356,7 +370,7 @@ def _prefill_kernel(context, depth, q, k, v, out, highest, total, values, *, tur
 
     @pl.when(j == 0)
     def _():
-        highest[...] = jnp.full_like(highest, MASKED)
+        maximum[...] = jnp.full_like(maximum, MASKED)
         total[...] = jnp.zeros_like(total)
         values[...] = jnp.zeros_like(values)
 
@@ -368,11 +382,11 @@ def _prefill_kernel(context, depth, q, k, v, out, highest, total, values, *, tur
 
         def head(kv, _):
             scores = jnp.where(visible, _dot(q[0, kv], k[0, kv]), MASKED)
-            new = jnp.maximum(highest[kv], scores.max(-1, keepdims=True))
-            weights, kept = jnp.exp(scores - new), jnp.exp(highest[kv] - new)
-            highest[kv] = new
+            new = jnp.maximum(maximum[kv], scores.max(-1, keepdims=True))
+            weights, kept = jnp.exp(scores - new), jnp.exp(maximum[kv] - new)
+            maximum[kv] = new
             total[kv] = total[kv] * kept + weights.sum(-1, keepdims=True)
-            values[kv] = values[kv] * kept + _dot(weights.astype(v.dtype), v[0, kv], turned)
+            values[kv] = values[kv] * kept + _dot(weights.astype(v.dtype), v[0, kv], transposed)
 
         jax.lax.fori_loop(0, Kv, head, None)
 
@@ -381,22 +395,22 @@ def _prefill_kernel(context, depth, q, k, v, out, highest, total, values, *, tur
         out[0] = (values[...] / jnp.maximum(total[...], 1e-30)).astype(out.dtype)
 
 
-def _dot(a, b, turned=False):
+def _dot(a, b, transposed=False):
     """a @ b, or a @ b.T; float32 stays exact."""
     exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    contract = ((1,), (1 if turned else 0,))
+    contract = ((1,), (1 if transposed else 0,))
     return jax.lax.dot_general(
         a, b, (contract, ((), ())), precision=exact, preferred_element_type=jnp.float32
     )
 
 
-def _turned(cache: Pages) -> bool:
+def _is_transposed(cache: Pages) -> bool:
     """XLA lays out values [pages, Kv, P, H] of heads narrower than a tile with P as the minor axis,
     so that nothing is padded: a kernel that wanted H there would get a padded copy of the cache."""
     return cache.v.shape[3] % LANES > 0
 
 
-def _turn(v: jax.Array) -> jax.Array:
+def _transposed(v: jax.Array) -> jax.Array:
     return jnp.swapaxes(v, 2, 3)
 
 

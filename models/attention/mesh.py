@@ -21,10 +21,18 @@ def over_mesh(
     v_BTKvH: jax.Array,
     segment_ids_BT: jax.Array,
 ) -> jax.Array:
-    """Runs ``attention`` on every device's own part of the arguments.
+    """Runs ``attention`` on every device's own part of the arguments (data and tensor parallel).
 
-    On a mesh with the axes data, fsdp and tensor, B is split over (data, fsdp) and the heads over
-    tensor, each where the axes divide it (heads: where tensor divides Kv), and else replicated.
+    B is split over (data, fsdp) and the heads over tensor, each where the axes divide it (heads:
+    where tensor divides Kv), and else replicated.
+
+    Args:
+        attention: For the arguments of one device.
+        mesh: With the axes data, fsdp and tensor; None: one device.
+        q_BTNH: [B, T, N, H].
+        k_BTKvH: [B, T, Kv, H].
+        v_BTKvH: [B, T, Kv, H].
+        segment_ids_BT: [B, T] int.
     """
     if mesh is None or mesh.size == 1:
         return attention(q_BTNH, k_BTKvH, v_BTKvH, segment_ids_BT)

@@ -42,7 +42,7 @@ def blocked_attention(
     segment_ids_BT: jax.Array,
     block: int = 128,
 ) -> jax.Array:
-    """``causal_attention`` one sequence, key head and block of queries at a time.
+    """``causal_attention``, one sequence, key head and block of ``block`` queries at a time.
 
     Only keys up to a block's end are touched, the backward pass recomputes the weights, and scores
     exist for [N/Kv, block, T] at once. On CPU its plain matrix products run several times faster

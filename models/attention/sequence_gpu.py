@@ -37,17 +37,27 @@ def gpu_attention(
 ) -> jax.Array:
     """Causal attention inside segments: position t sees s <= t with the same segment id.
 
-    q [B, T, N, H], k and v [B, T, Kv, H], one dtype of ``DTYPES``; segment ids [B, T] int, not
-    negative. Returns [B, T, N, H] in that dtype. Any T: it is padded to whole blocks. Products of
-    float32 run in TF32. Differentiable in q, k and v once; dk and dv are rounded to their dtype for
-    every query head of a group before they are summed.
+    Any T: it is padded to whole blocks. Products of float32 run in TF32. Differentiable in q, k and
+    v once; dk and dv are rounded to their dtype for every query head of a group before they are
+    summed.
 
-    ``mesh`` as in ``splash_attention``. ``interpret`` runs the kernel on any backend, slowly.
+    Not yet run on a GPU. Run were the interpreter on CPU (values and gradients), the lowering to
+    Triton for CUDA, and the compilation of that by Triton 3.9 for compute capabilities 8.0 and 9.0,
+    which fits 99 KiB of shared memory. Source: jax.experimental.pallas.ops.gpu.attention.
 
-    Raises ValueError with the reason of ``gpu_supported``. Not yet run on a GPU. Run were the
-    interpreter on CPU (values and gradients), the lowering to Triton for CUDA, and the compilation
-    of that by Triton 3.9 for compute capabilities 8.0 and 9.0, which fits 99 KiB of shared memory.
-    Source: jax.experimental.pallas.ops.gpu.attention.
+    Args:
+        q_BTNH: [B, T, N, H] in a dtype of ``DTYPES``.
+        k_BTKvH: [B, T, Kv, H] in the same.
+        v_BTKvH: [B, T, Kv, H] in the same.
+        segment_ids_BT: [B, T] int, not negative.
+        mesh: As in ``splash_attention``.
+        interpret: Runs the kernel on any backend, slowly.
+
+    Returns:
+        [B, T, N, H] in the dtype of q.
+
+    Raises:
+        ValueError: With the reason of ``gpu_supported``.
     """
     if reason := gpu_supported(q_BTNH.shape, k_BTKvH.shape[2], q_BTNH.dtype):
         raise ValueError(reason)

@@ -29,16 +29,25 @@ def splash_attention(
 ) -> jax.Array:
     """Causal attention inside segments: position t sees s <= t with the same segment id.
 
-    q [B, T, N, H], k and v [B, T, Kv, H], bfloat16 or float32; segment ids [B, T] int, not
-    negative. Returns [B, T, N, H] in the dtype of q. Any T and H: T is padded to whole blocks, and
-    key heads are shared by their query heads inside the kernel. Differentiable in q, k and v once
-    (the kernel has its own backward pass). Output and log-sum-exp carry the checkpoint name
-    ``CHECKPOINT_NAME``.
+    Any T and H: T is padded to whole blocks, and key heads are shared by their query heads inside
+    the kernel. Differentiable in q, k and v once (the kernel has its own backward pass). Output and
+    log-sum-exp carry the checkpoint name ``CHECKPOINT_NAME``. Source:
+    jax.experimental.pallas.ops.tpu.splash_attention.
 
-    ``mesh`` is needed where the arguments are sharded: a kernel is opaque to the partitioner. See
-    ``over_mesh``. ``interpret`` runs the kernel on any backend, slowly.
+    Args:
+        q_BTNH: [B, T, N, H] bfloat16 or float32.
+        k_BTKvH: [B, T, Kv, H].
+        v_BTKvH: [B, T, Kv, H].
+        segment_ids_BT: [B, T] int, not negative.
+        mesh: Needed where the arguments are sharded, for a kernel is opaque to the partitioner; see
+            ``over_mesh``.
+        interpret: Runs the kernel on any backend, slowly.
 
-    Raises ValueError on other dtypes. Source: jax.experimental.pallas.ops.tpu.splash_attention.
+    Returns:
+        [B, T, N, H] in the dtype of q.
+
+    Raises:
+        ValueError: On other dtypes.
     """
     if q_BTNH.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"splash attention takes bfloat16 or float32, not {q_BTNH.dtype}")

@@ -123,7 +123,7 @@ def new_state(
         dtype: Of the cache.
     """
     width = config.head_dim
-    workspace = attention.room(work, key_heads, config.num_heads // key_heads, width)
+    workspace = attention.workspace(work, key_heads, config.num_heads // key_heads, width)
     return EngineState(
         cache=tuple(
             new_pages(replicas * pages, page, key_heads, width, dtype)
