@@ -33,18 +33,26 @@ def group_advantages(
     leave_one_out: bool = False,
     scale_floor: float = 0.0,
 ) -> np.ndarray:
-    """Returns normalised inside their groups: ``(R - mean) / (max(std, scale_floor) + 1e-6)``.
+    """Returns normalised inside their groups (eq. 6).
 
-    returns        [E] numbers; a non-finite one is left out of its group's statistics and gets 0
-    groups         [E] hashable keys
-    scale          divide by the group's standard deviation, or only centre
-    std            of the population (over n) or of a sample (over n - 1)
-    singleton      a return alone in its group gets 0, or stays as it is
-    leave_one_out  the baseline of a return is the mean of the others in its group
+        A = (R - mean) / (max(std, scale_floor) + 1e-6)
 
     A group whose returns are all equal gets exactly 0 (max == min; a float std would be noise).
-    Result [E]: float32 for float32 returns, otherwise float64. ValueError on a wrong shape or an
-    unknown switch.
+
+    Args:
+        returns: [E] numbers; a non-finite one is left out of its group's statistics and gets 0.
+        groups: [E] hashable keys.
+        scale: Divide by the group's standard deviation, or only centre.
+        std: Of the population (over n) or of a sample (over n - 1).
+        singleton: A return alone in its group gets 0, or stays as it is.
+        leave_one_out: The baseline of a return is the mean of the others in its group.
+        scale_floor: The least that a deviation counts as.
+
+    Returns:
+        [E] float32 for float32 returns, otherwise float64.
+
+    Raises:
+        ValueError: On a wrong shape or an unknown switch.
     """
     check_names(AdvantageConfig, {"scale": scale, "std": std, "singleton": singleton})
     given = np.asarray(returns)
@@ -77,14 +85,14 @@ def group_advantages(
 class AdvantageConfig:
     """Switches of the advantage; the defaults are SRPO (eq. 6).
 
-    group            what comparable items share, out of task, event_type, role, turn; () compares
-                     the whole batch
-    statistics       what is normalised, each counting once: ``events`` by their return;
-                     ``episodes`` by the mean over their rows in the group, shared by their events;
-                     ``rows``
-    scale, std, singleton, leave_one_out, scale_floor   as in :func:`group_advantages`
-    invalid_penalty  taken off a return for malformed outputs: of an event, times their share
-                     malformed / K; of a row, whole
+    Attributes:
+        group: What comparable items share, out of task, event_type, role, turn; () compares the
+            whole batch.
+        statistics: What is normalised, each counting once: ``events`` by their return; ``episodes``
+            by the mean over their rows in the group, shared by their events; ``rows``.
+        scale: As in :func:`group_advantages`, and so the next four.
+        invalid_penalty: Taken off a return for malformed outputs: of an event, times their share
+            malformed / K; of a row, whole.
     """
 
     group: tuple[Literal["task", "event_type", "role", "turn"], ...] = ("task", "event_type")
@@ -109,8 +117,15 @@ class AdvantageConfig:
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> AdvantageConfig:
-        """The advantage that belongs to ``ObjectiveConfig.preset(name)``, with some switches
-        replaced. ValueError on an unknown name."""
+        """The advantage that belongs to ``ObjectiveConfig.preset(name)``.
+
+        Args:
+            name: A key of ``PRESETS``.
+            **overrides: Switches that replace the preset's.
+
+        Raises:
+            ValueError: On an unknown name or value.
+        """
         if name not in PRESETS:
             raise unknown_name("preset", name, PRESETS)
         known = [field.name for field in fields(cls)]
@@ -131,9 +146,11 @@ def event_advantages(
 ) -> tuple[np.ndarray, dict[str, float]]:
     """One advantage per event record, and statistics to log.
 
-    Result [E] float64, in the order of ``events``; incomplete events take part in no statistics and
-    get 0. With ``statistics="rows"`` the rows of one event may differ: :func:`row_advantages` keeps
-    them apart, here an event gets their mean.
+    Incomplete events take part in no statistics and get 0. With ``statistics="rows"`` the rows of
+    one event may differ: :func:`row_advantages` keeps them apart, here an event gets their mean.
+
+    Returns:
+        ([E] float64 in the order of ``events``, the statistics of :func:`row_advantages`).
     """
     rows, stats = row_advantages(events, config)
     advantages = np.array([row.mean() if len(row) else 0.0 for row in rows], np.float64)
@@ -143,11 +160,12 @@ def event_advantages(
 def row_advantages(
     events: Sequence[Event], config: AdvantageConfig = AdvantageConfig()
 ) -> tuple[list[np.ndarray], dict[str, float]]:
-    """Advantages by member: for each event a float64 array [K] in member order, and statistics.
+    """Advantages by member. Unless ``statistics="rows"``, the members of an event share one value.
 
-    Unless ``statistics="rows"``, the members of an event share one value. Statistics:
-    zero_advantage_fraction (of complete events), groups, singleton_groups, equal_groups (no
-    variance), penalty_only_groups (only a penalty separates them), nonfinite_returns.
+    Returns:
+        (for each event a float64 array [K] in member order, statistics to log:
+        zero_advantage_fraction (of complete events), groups, singleton_groups, equal_groups (no
+        variance), penalty_only_groups (only a penalty separates them), nonfinite_returns).
     """
     units = _units(events, config)
     advantages = group_advantages(

@@ -24,11 +24,17 @@ def role_kind(role: str) -> str:
 class Member:
     """One sampled output of an event.
 
-    prompt_ids, response_ids  token ids as given to and drawn by the sampler
-    logps                     [len(response_ids)] float32, the sampler's log-prob of each token
-    policy, version           whose parameters sampled it, and which of their versions
-    index                     its place among the members of its event
-    uid                       its place among the outputs of its episode
+    Attributes:
+        role: As the workflow names it, such as ``solver_2``.
+        policy: Whose parameters sampled it.
+        version: Which version of them.
+        prompt_ids: Token ids as given to the sampler.
+        response_ids: Token ids as drawn.
+        logps: [len(response_ids)] float32, the sampler's log-prob of each token.
+        stop_reason: "stop" or "length".
+        well_formed: Whether the output parses.
+        index: Its place among the members of its event.
+        uid: Its place among the outputs of its episode.
     """
 
     role: str
@@ -45,8 +51,20 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class Event:
-    """One decision event. ``expected`` is K_e; ``reward`` the team reward that arrives after it;
-    ``turn`` its place among the events of its episode, from 0; ``slot`` its task's in the step."""
+    """One decision event.
+
+    Attributes:
+        id: Unique in a run.
+        episode: Its episode's id.
+        task: Its task's id.
+        type: As the workflow names it; comparable events share it.
+        turn: Its place among the events of its episode, from 0.
+        state_id: Of the pre-action state.
+        expected: The cardinality K_e.
+        members: In the order of their index; fewer than K_e where one is missing.
+        reward: The team reward that arrives after it.
+        slot: Its task's place in the step.
+    """
 
     id: str
     episode: str
@@ -74,8 +92,17 @@ class Event:
 class Episode:
     """One rollout of a workflow: its events and how it was scored.
 
-    ``slot`` is the task's place in the step's batch, ``rollout`` the place among that task's
-    rollouts; ``cost`` and ``info`` are figures to log.
+    Attributes:
+        id: Unique in a run.
+        task: Its task's id.
+        slot: The task's place in the step's batch.
+        rollout: Its place among that task's rollouts.
+        events: In the order of their turns.
+        reward: The team reward.
+        correct: Whether the answer is right.
+        answer: The team's answer.
+        cost: Figures to log: tokens, calls, tools.
+        info: Other figures to log, of the workflow or the reward.
     """
 
     id: str
@@ -105,8 +132,18 @@ def record_episode(
 ) -> Episode:
     """The episode's record from its team's calls (drafts make no event and are left out).
 
-    ``members`` maps an output's uid to its Member; index, uid and well-formedness are filled in
-    here. An output without a Member makes its event incomplete.
+    Args:
+        calls: In the order in which the workflow made them.
+        members: By an output's uid; index, uid and well-formedness are filled in here. An output
+            without one makes its event incomplete.
+        score: The reward's.
+        id: The episode's.
+        task: Its task's id.
+        slot: The task's place in the step's batch.
+        rollout: Its place among that task's rollouts.
+        answer: The team's answer.
+        cost: Figures to log.
+        info: Figures to log beside those of the score.
     """
     events: list[Event] = []
     for call in calls:

@@ -44,8 +44,12 @@ class GateError(RuntimeError):
 class Learner:
     """Holds the train state on a mesh and updates it from event batches.
 
-    The model's arrays are copied to the mesh; where the KL term needs a frozen reference, they are
-    that reference, without a copy if they lie on the mesh already.
+    Args:
+        model: Its arrays are copied to the mesh; where the KL term needs a frozen reference, they
+            are that reference, without a copy if they lie on the mesh already.
+        optimizer: From ``make_optimizer``.
+        mesh: With the axes data, fsdp and tensor.
+        settings: What an update computes, and how.
     """
 
     def __init__(
@@ -94,13 +98,20 @@ class Learner:
         return sum(program._cache_size() for program in self._programs)
 
     def score(self, batch: EventBatch, params: dict | None = None) -> TokenScores:
-        """Log-probs and entropies [M, S, T] float32; one program for old and current."""
+        """Log-probs and entropies [M, S, T], at least float32; one program for old and current.
+
+        ``params``: those to score with, on the mesh; None: the current ones.
+        """
         params = self.state.params if params is None else params
         tokens, _ = self._place(batch)
         return self._run(self._programs.score, params, tokens, np.int32(batch.used_micro_batches))
 
     def check_gate(self, batch: EventBatch) -> None:
-        """Scores twice and raises GateError unless every log-prob is bit-equal: L_e = 0 exactly."""
+        """Scores twice: every log-prob must be bit-equal, so that L_e = 0 exactly.
+
+        Raises:
+            GateError: Where one is not.
+        """
         first, second = (np.asarray(self.score(batch).logp) for _ in range(2))
         seen = first[batch.loss_mask], second[batch.loss_mask]
         if not np.array_equal(*seen, equal_nan=True):
@@ -120,14 +131,20 @@ class Learner:
     ) -> list[dict[str, Any]]:
         """One optimiser step for each of ``batches``, which were all sampled by the current policy.
 
-        ``orders`` has one order of the batches for each epoch (None: one epoch, as given). With a
-        single step the current log-probs are the old ones (ratio 1) and scoring is skipped, unless
-        its gradient is not finite: then the step is taken again without the events whose log-probs
-        are not. A step whose gradient is not finite, or in which no event has an advantage (nor a
-        KL or entropy term acts), changes nothing, the schedule included.
+        With a single step the current log-probs are the old ones (ratio 1) and scoring is skipped,
+        unless its gradient is not finite: then the step is taken again without the events whose
+        log-probs are not. A step whose gradient is not finite, or in which no event has an
+        advantage (nor a KL or entropy term acts), changes nothing, the schedule included.
 
-        Returns a dict of metrics for each step; the per-event arrays are host numpy. ``by_role``
-        adds the gradient norm of each role to the first step's, one backward pass for each.
+        Args:
+            batches: The mini-batches.
+            orders: One order of the batches for each epoch; None: one epoch, as given.
+            on_step: Called after each step.
+            by_role: Adds the gradient norm of each role to the first step's metrics, one backward
+                pass for each.
+
+        Returns:
+            A dict of metrics for each step; the per-event arrays are host numpy.
         """
         steps = [i for order in orders or [range(len(batches))] for i in order]
         config = self.objective
@@ -157,11 +174,17 @@ class Learner:
         old: TokenScores | None = None,
         reference: jax.Array | None = None,
     ) -> tuple[Accumulated, ObjectiveMetrics, jax.Array]:
-        """The gradient of the loss over a whole batch, the objective's metrics, and the number of
-        events that were dropped because a log-prob of theirs is not finite.
+        """The gradient of the loss over a whole batch, by gradient accumulation.
 
-        ``current``, ``old``: from ``score``; None means the policy that sampled the batch.
-        ``reference``: the log-probs of the KL term's reference; None: scored here, where needed.
+        Args:
+            batch: A mini-batch.
+            current: From ``score``; None: those of the policy that sampled the batch.
+            old: From ``score``; None: the current ones.
+            reference: Log-probs of the KL term's reference; None: scored here, where needed.
+
+        Returns:
+            (sums over the micro-batches, the objective's metrics, the number of events that were
+            dropped because a log-prob of theirs is not finite).
         """
         tokens, events = self._place(batch)
         weights, metrics, dropped = self._weigh(batch, tokens, events, current, old, reference)
@@ -181,7 +204,10 @@ class Learner:
         old: TokenScores | None = None,
         reference: jax.Array | None = None,
     ) -> dict[str, jax.Array]:
-        """The norm of each role's own part of the gradient; the parts add up to the gradient."""
+        """The norm of each role's own part of the gradient; the parts add up to the gradient.
+
+        Arguments as in ``gradient``.
+        """
         tokens, events = self._place(batch)
         weights, _, _ = self._weigh(batch, tokens, events, current, old, reference)
         role_of_token = np.append(batch.row_role, len(batch.roles))[batch.token_row]

@@ -19,7 +19,14 @@ def make_mesh(
 ) -> Mesh:
     """A (data, fsdp, tensor) mesh over all devices; one size may be -1: the rest.
 
-    Raises RecipeError when the sizes do not multiply to the number of devices.
+    Args:
+        data: Replicas of the parameters (data parallel).
+        fsdp: Parts that parameters and moments are split into, gathered layer by layer.
+        tensor: Parts that heads and the MLP's width are split into (tensor parallel).
+        devices: None: all of the default backend.
+
+    Raises:
+        RecipeError: When the sizes do not multiply to the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = [data, fsdp, tensor]
