@@ -18,7 +18,7 @@ from models.attention.cache import (
     write_tokens,
 )
 from models.attention.sequence import plain_attention
-from srpo_jax.engine.pages import Node
+from srpo_jax.engine.pages import PageNode
 from srpo_jax.engine.plan import RowPages, Shapes, decode_work
 
 N, KV, H, P = 6, 2, 8, 4
@@ -37,7 +37,7 @@ def cache():
 
 
 def node(page, count=P):
-    return Node(page, tuple(range(count)), None)
+    return PageNode(page, tuple(range(count)), None)
 
 
 def reference(q_NH, cache, tokens):

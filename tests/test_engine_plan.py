@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from srpo_jax.engine.pages import UNUSED, Node
+from srpo_jax.engine.pages import UNUSED, PageNode
 from srpo_jax.engine.plan import RowPages, Shapes, decode_work
 
 SHAPES = Shapes(slots=20, page=4, lanes=3, cache_tokens=40)
@@ -48,7 +48,7 @@ def bursts(draw):
         if parent and (len(parent.ids) < SHAPES.page or len(path_to(parent)) == 5):
             parent = None
         ids = tuple(range(draw(st.sampled_from([SHAPES.page] * 3 + [1, 2]))))
-        nodes.append(Node(len(nodes) + 1, ids, parent))
+        nodes.append(PageNode(len(nodes) + 1, ids, parent))
     rows, page = {}, 100
     for slot in draw(st.permutations(range(SHAPES.slots)))[: draw(st.integers(0, SHAPES.slots))]:
         last = draw(st.sampled_from([None, *nodes]))

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from models.attention import cache_gpu as gpu
 from models.attention.cache import PLAIN, Pages, Work
-from srpo_jax.engine.pages import Node
+from srpo_jax.engine.pages import PageNode
 from srpo_jax.engine.plan import RowPages, Shapes, decode_work, plan_prefill
 
 P = 16
@@ -29,7 +29,7 @@ def few_programs(monkeypatch):
 
 
 def node(page, count=P, parent=None):
-    return Node(page, tuple(range(count)), parent)
+    return PageNode(page, tuple(range(count)), parent)
 
 
 def plan(prompts):

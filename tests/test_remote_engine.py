@@ -17,7 +17,7 @@ import pytest
 from envs.workflow import Outcome, Prompt, Score, Task, Workflow
 from srpo_jax.engine import Request
 from srpo_jax.engine.async_engine import EngineThread
-from srpo_jax.engine.remote import RemoteEngineError, StalePolicy, parse_answer
+from srpo_jax.engine.remote import RemoteEngineError, StalePolicy, parse_completion
 from srpo_jax.rollout.rollout import EpisodePlan, Rollout, SamplingConfig
 from tests import server_cases
 from tests.server_cases import (
@@ -359,7 +359,7 @@ def test_settings_that_make_no_sense_are_not_sent(request_):
 
 def test_a_defect_here_ends_the_rollout(tokenizer, monkeypatch):
     """What is no failure of the server is no episode's either."""
-    monkeypatch.setattr("srpo_jax.engine.remote.parse_answer", lambda *_: 1 / 0)
+    monkeypatch.setattr("srpo_jax.engine.remote.parse_completion", lambda *_: 1 / 0)
     plan = EpisodePlan(Task("t", "1 + 2", "3"), (1, 0, 0), 0, 0)
     config = SamplingConfig(prompt_tokens=1000, response_tokens=8)
     with stub((200, GOOD)) as server, pytest.raises(ZeroDivisionError):
@@ -415,5 +415,5 @@ def test_an_answer_that_breaks_off_is_not_asked_for_again():
 def test_a_server_without_versions_needs_version_none():
     answer = {"choices": GOOD["choices"]}
     with pytest.raises(StalePolicy, match="no policy version, expected 5"):
-        parse_answer(answer, new_request(), VERSION, "url")
-    assert parse_answer(answer, new_request(), None, "url").version == 0
+        parse_completion(answer, new_request(), VERSION, "url")
+    assert parse_completion(answer, new_request(), None, "url").version == 0

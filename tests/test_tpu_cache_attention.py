@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from models.attention.cache import PLAIN, Pages, Work, new_partial
 from models.attention.cache_tpu import tpu_cache_attention
-from srpo_jax.engine.pages import Node
+from srpo_jax.engine.pages import PageNode
 from srpo_jax.engine.plan import RowPages, Shapes, decode_work
 
 TPU_KERNEL = 'custom_call_target="tpu_custom_call"'
@@ -40,7 +40,7 @@ def random_cache(pages, Kv, H, page, dtype=jnp.float32):
 
 def nodes(page, *counts):
     """A prompt in the pages from ``page`` on, with so many tokens each."""
-    return [Node(page + i, tuple(range(count)), None) for i, count in enumerate(counts)]
+    return [PageNode(page + i, tuple(range(count)), None) for i, count in enumerate(counts)]
 
 
 def plan(rows, page, slots=SLOTS):

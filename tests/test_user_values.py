@@ -60,8 +60,8 @@ def play(tmp_path):
 @pytest.mark.parametrize(
     "line, cause, said",
     [
-        ("return", "bad_outcome", "Team.run ({file}:12) returned None: an Outcome is due"),
-        ("return 'yes'", "bad_outcome", "returned str 'yes': an Outcome is due"),
+        ("return", "bad_outcome", "Team.run ({file}:12) must return an Outcome, got None"),
+        ("return 'yes'", "bad_outcome", "must return an Outcome, got str 'yes'"),
         ("return Outcome(None)", "TypeError", "Outcome: response: a string is due, got None"),
         ("return Outcome(7)", "TypeError", "Outcome: response: a string is due, got int 7"),
         ("return Outcome('', score=1.0)", "TypeError", "a Score or None is due, got float 1.0"),
@@ -98,11 +98,12 @@ def test_a_wrong_value_of_a_workflow_drops_its_episode(play, line, cause, said):
 @pytest.mark.parametrize(
     "line, cause, said",
     [
-        ("return None", "bad_reward", "reward ({file}:18) returned None: a Score, a bool, 0 or 1"),
-        ("return math.nan", "bad_reward", "returned float nan: a Score, a bool, 0 or 1 is due"),
-        ("return math.inf", "bad_reward", "returned float inf"),
-        ("return '1'", "bad_reward", "returned str '1'"),
-        ("return [1.0]", "bad_reward", "returned list [1.0]"),
+        ("return None", "bad_reward",
+         "reward ({file}:18) must return a Score, a bool, 0 or 1, got None"),
+        ("return math.nan", "bad_reward", "must return a Score, a bool, 0 or 1, got float nan"),
+        ("return math.inf", "bad_reward", "0 or 1, got float inf"),
+        ("return '1'", "bad_reward", "0 or 1, got str '1'"),
+        ("return [1.0]", "bad_reward", "0 or 1, got list [1.0]"),
         ("return Score(None, True)", "TypeError", "reward: a finite number is due, got None"),
         ("return Score(math.nan, False)", "TypeError", "a finite number is due, got float nan"),
         ("return Score(-math.inf, False)", "TypeError", "a finite number is due, got float -inf"),

@@ -27,7 +27,7 @@ from models.attention.select import cache_attention_on
 from models.config import ModelConfig
 from srpo_jax.engine.build import engine_programs, joined, prefill_size
 from srpo_jax.engine.layout import REPLICA, TENSOR, check_tensor, engine_mesh
-from srpo_jax.engine.pages import Node, PageStore
+from srpo_jax.engine.pages import PageNode, PageStore
 from srpo_jax.engine.plan import Shapes, plan_prefill
 from srpo_jax.engine.replica import Replica, Running
 from srpo_jax.engine.requests import (
@@ -283,7 +283,7 @@ class Engine:
     def _prepare_requests(self, counts: Sequence[int]) -> None:
         """Gets up to ``counts`` requests of each replica ready: allocates their pages and
         dispatches their prefill."""
-        new: list[list[Node]] = [[] for _ in self._replicas]
+        new: list[list[PageNode]] = [[] for _ in self._replicas]
         while self._waiting:
             waiting = next(iter(self._waiting.values()))
             at = self._place(waiting, counts)

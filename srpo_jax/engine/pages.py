@@ -15,14 +15,14 @@ UNUSED = 0  # the page that rows without a place of their own write to
 
 
 @dataclass(eq=False)
-class Node:
+class PageNode:
     """A stored page of a prompt; ``holders`` counts the requests that read it."""
 
     page: int
     ids: tuple[int, ...]
-    parent: Node | None
+    parent: PageNode | None
     holders: int = 0
-    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    children: dict[tuple[int, ...], PageNode] = field(default_factory=dict)
 
 
 class PageStore:
@@ -40,10 +40,10 @@ class PageStore:
         self._sharing = sharing
         self._kept = count if kept is None else kept
         self._free = list(range(count - 1, UNUSED, -1))
-        self._roots: dict[tuple[int, ...], Node] = {}
+        self._roots: dict[tuple[int, ...], PageNode] = {}
         # Stored pages that nobody holds, by page, least recently used first. A request holds the
         # whole path to its last page, so a node becomes idle and is evicted after its children.
-        self._idle: OrderedDict[int, Node] = OrderedDict()
+        self._idle: OrderedDict[int, PageNode] = OrderedDict()
 
     @property
     def available(self) -> int:
@@ -55,9 +55,9 @@ class PageStore:
         """Stored pages that nobody holds."""
         return len(self._idle)
 
-    def lookup(self, ids: Sequence[int]) -> list[Node]:
+    def lookup(self, ids: Sequence[int]) -> list[PageNode]:
         """The stored pages of the longest stored prefix of a prompt, in order."""
-        found: list[Node] = []
+        found: list[PageNode] = []
         children = self._roots
         for key in self._split(ids):
             if key not in children:
@@ -72,7 +72,7 @@ class PageStore:
         new = -(-len(ids) // self.size) - len(stored)
         return new + own + sum(node.holders == 0 for node in stored) <= self.available
 
-    def hold(self, ids: Sequence[int]) -> tuple[list[Node], int]:
+    def hold(self, ids: Sequence[int]) -> tuple[list[PageNode], int]:
         """Holds the pages of a whole prompt, which ``fits``.
 
         Returns:
@@ -85,13 +85,13 @@ class PageStore:
             self._idle.pop(node.page, None)
         for key in self._split(ids)[stored:]:
             parent = nodes[-1] if nodes else None
-            node = Node(self.take(1)[0], key, parent, holders=1)
+            node = PageNode(self.take(1)[0], key, parent, holders=1)
             if self._sharing:
                 self._siblings(parent)[key] = node
             nodes.append(node)
         return nodes, stored
 
-    def release(self, nodes: Sequence[Node]) -> None:
+    def release(self, nodes: Sequence[PageNode]) -> None:
         """Ends a request's hold on the pages of its prompt."""
         for node in reversed(nodes):
             node.holders -= 1
@@ -120,7 +120,7 @@ class PageStore:
     def _split(self, ids: Sequence[int]) -> list[tuple[int, ...]]:
         return [tuple(ids[i : i + self.size]) for i in range(0, len(ids), self.size)]
 
-    def _siblings(self, parent: Node | None) -> dict[tuple[int, ...], Node]:
+    def _siblings(self, parent: PageNode | None) -> dict[tuple[int, ...], PageNode]:
         return self._roots if parent is None else parent.children
 
     def _evict(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from models.attention.cache import GROUP, Work
-from srpo_jax.engine.pages import UNUSED, Node
+from srpo_jax.engine.pages import UNUSED, PageNode
 from srpo_jax.engine.programs import Prefill
 
 ITEMS = 32  # of a chunk
@@ -64,7 +64,7 @@ def pages_of(tokens: int, page: int) -> int:
 class RowPages:
     """What one slot attends to in a burst: its prompt's nodes, and its own pages so far."""
 
-    prompt: Sequence[Node]
+    prompt: Sequence[PageNode]
     own: Sequence[int]
 
 
@@ -134,7 +134,7 @@ def _counts(lengths: np.ndarray) -> np.ndarray:
     return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def plan_prefill(nodes: Sequence[Node], count: int, shapes: Shapes) -> Prefill:
+def plan_prefill(nodes: Sequence[PageNode], count: int, shapes: Shapes) -> Prefill:
     """``nodes`` as the arguments of a prefill of ``count`` pages, the rest of them unused."""
     tokens = np.zeros((count, shapes.page), np.int32)
     page = np.full(count, UNUSED, np.int32)
@@ -144,7 +144,7 @@ def plan_prefill(nodes: Sequence[Node], count: int, shapes: Shapes) -> Prefill:
         tokens[i, : len(node.ids)] = node.ids
         page[i] = node.page
         path = []
-        at: Node | None = node
+        at: PageNode | None = node
         while at is not None:
             path.append(at.page)
             at = at.parent

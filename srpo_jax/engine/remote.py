@@ -190,7 +190,7 @@ class RemoteEngine:
         urls = itertools.repeat(f"{self.url}/v1/completions")
         try:
             _, content = await self._http.post(urls, self._body(request), started)
-            completion = parse_answer(_parsed(content, self.url), request, version, self.url)
+            completion = parse_completion(_parsed(content, self.url), request, version, self.url)
         except HTTPFailure as failure:
             error = self._error(failure)
             self.stats[error.cause] += 1
@@ -250,7 +250,7 @@ class RemoteEngine:
         return body
 
 
-def parse_answer(answer: Any, request: Request, version: int | None, url: str) -> Completion:
+def parse_completion(answer: Any, request: Request, version: int | None, url: str) -> Completion:
     """The completion that an answer of /v1/completions holds.
 
     Raises StalePolicy, or RemoteEngineError (remote_answer) that names what is missing or wrong:

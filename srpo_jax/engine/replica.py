@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from srpo_jax.engine.pages import UNUSED, Node, PageStore
+from srpo_jax.engine.pages import UNUSED, PageNode, PageStore
 from srpo_jax.engine.plan import RowPages, Shapes, decode_work, pages_of
 from srpo_jax.engine.programs import Plan, Sampling, Slots
 from srpo_jax.engine.requests import Request
@@ -22,7 +22,7 @@ class Running:
     uid: int
     request: Request
     stops: StopStrings | None = None
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[PageNode] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Replica:
         """How many of the pages of a request's prompt are here already."""
         return len(self.store.lookup(waiting.prompt))
 
-    def hold(self, waiting: Running) -> list[Node]:
+    def hold(self, waiting: Running) -> list[PageNode]:
         """Gets a request ready that fits; returns the pages of its prompt that must be filled."""
         waiting.nodes, stored = self.store.hold(waiting.prompt)
         waiting.own = self.store.take(self._own_pages(waiting.request))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 BLOCK = 128  # ids per block of the two-level search
-MASKED_LOGIT = -1e30
+EXCLUDED_LOGIT = -1e30  # of ids that are never drawn: their probability is 0
 
 
 def row_uniforms(keys_B2: jax.Array, counts_B: jax.Array) -> jax.Array:
@@ -65,7 +65,7 @@ def token_logits(
     V = logits.shape[0]
     if axis is not None or vocab_size < V:
         ids = _first(axis, V) + jnp.arange(V)
-        logits = jnp.where(ids[:, None] < vocab_size, logits, MASKED_LOGIT)
+        logits = jnp.where(ids[:, None] < vocab_size, logits, EXCLUDED_LOGIT)
     return logits
 
 
@@ -218,7 +218,7 @@ def draw(
     """
     chex.assert_rank([logits_VB, uniforms_B, greedy_B, top_p_B, top_k_B], [2, 1, 1, 1, 1])
     V, B = logits_VB.shape
-    padded = jnp.pad(logits_VB, ((0, -V % BLOCK), (0, 0)), constant_values=MASKED_LOGIT)
+    padded = jnp.pad(logits_VB, ((0, -V % BLOCK), (0, 0)), constant_values=EXCLUDED_LOGIT)
     blocks = padded.reshape(-1, BLOCK, B)
     block_maxima = _together(blocks.max(1), axis, 0)
     maximum = block_maxima.max(0)

@@ -69,7 +69,7 @@ def checked_outcome(value: Any, run: Callable[..., Any]) -> Outcome:
     """
     if not isinstance(value, Outcome):
         raise EpisodeFailed(
-            "bad_outcome", f"{defined_at(run)} returned {_short(value)}: an Outcome is due"
+            "bad_outcome", f"{defined_at(run)} must return an Outcome, got {_short(value)}"
         )
     return value
 
@@ -90,7 +90,7 @@ def checked_score(value: Any, reward: Callable[..., Any]) -> Score:
     if not math.isfinite(number):
         raise EpisodeFailed(
             "bad_reward",
-            f"{defined_at(reward)} returned {_short(value)}: a Score, a bool, 0 or 1 is due",
+            f"{defined_at(reward)} must return a Score, a bool, 0 or 1, got {_short(value)}",
         )
     if number not in (0.0, 1.0):
         raise UserCodeError(

@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class RetrievalError(Exception):
-    """A search that failed for good. It ends the episode; it never becomes text for a policy."""
+    """A search that failed after all retries: it ends the episode, and no policy reads it."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Retriever(Protocol):
             One list per query, in the queries' order, best passage first.
 
         Raises:
-            RetrievalError: Where it fails for good.
+            RetrievalError: Where it fails after all retries.
         """
         ...
 

@@ -80,7 +80,7 @@ class HTTPRetriever:
             One list per query, in the queries' order, best first.
 
         Raises:
-            RetrievalError: Where the servers fail for good.
+            RetrievalError: Where the servers fail after all retries.
         """
         if not queries:
             return []
