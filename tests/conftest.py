@@ -44,6 +44,15 @@ def pytest_runtest_makereport(item):
     return report
 
 
+@pytest.fixture
+def single_device(monkeypatch):
+    """Runs in this process use one of its devices."""
+    from srpo_jax.run import build
+    from tests.learner_cases import one_device
+
+    monkeypatch.setattr(build, "make_mesh", lambda **_: one_device())
+
+
 @pytest.fixture(scope="session")
 def v5e():
     """The devices of a v5e:2x2 that libtpu compiles for, with no TPU attached."""

@@ -13,7 +13,7 @@ from flax import nnx
 from models.config import ModelConfig
 from models.qwen import Qwen, split_params
 from srpo_jax.events import Event, Member
-from srpo_jax.learner.batch import EventBatch, build_batch
+from srpo_jax.learner.batch import EventBatch, ShapeMemory, build_batch
 from srpo_jax.learner.learner import Learner
 from srpo_jax.learner.programs import LearnerSettings
 from srpo_jax.learner.sharding import make_mesh
@@ -102,14 +102,15 @@ def batch_of(
     *,
     rows: int = 4,
     by_row: bool = False,
-    min_tokens: int = 16,
+    min_tokens: int = 24,
     sequence_tokens: int | None = None,
 ) -> EventBatch:
+    """A batch of ``events``; up to 12 rows of 24 tokens give one shape, which is compiled once."""
     events = events_of() if events is None else events
     advantages = advantages_of(events, by_row=by_row) if advantages is None else advantages
     return build_batch(
         events, advantages, micro_batch_rows=rows, max_tokens=64, min_tokens=min_tokens,
-        sequence_tokens=sequence_tokens,
+        sequence_tokens=sequence_tokens, shapes=ShapeMemory(micro_batches=max(12 // rows, 1)),
     )  # fmt: skip
 
 

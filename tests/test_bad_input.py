@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import zstandard
 
 from launch.cli import entry
 from srpo_jax.run.logs import EpisodeWriter, MetricLogger
+from tests.process_cases import python
 from tests.test_launch import episode
 
 COMMANDS = {
@@ -142,10 +141,7 @@ def test_reading_a_run_does_not_load_jax(folder):
         "show.main(['run']); show.main(['run', '--episode', 's3-t0-r0']); report.main(['run'])\n"
         "assert not {'jax', 'transformers'} & set(sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
-    )  # fmt: skip
+    done = python("-c", code, cwd=folder)
     assert done.returncode == 0, done.stderr
 
 

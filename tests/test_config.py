@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,31 +17,18 @@ from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.plugins import build_reward, build_workflow, load_object, make_workflow
 from srpo_jax.recipe.recipe import WorkflowConfig, load_recipe, parse_recipe
 from srpo_jax.recipe.yaml import dump_yaml, inline_yaml, parse_yaml
+from tests import error_cases
+from tests.recipe_cases import MINIMAL
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted(ROOT.glob("configs/*.yaml"))
-MINIMAL = """
-name: tiny
-model: some/model
-workflow: math
-tasks: {train: {name: arithmetic, size: 8}}
-rollout: {tasks_per_step: 2, group_size: 2, prompt_tokens: 64, response_tokens: 16, slots: 4}
-optimizer: {lr: 1e-6}
-learner: {micro_batch_rows: 4}
-trainer: {steps: 3}
-"""
 
 
 def recipe(*overrides: str):
     return parse_recipe(parse_yaml(MINIMAL, "minimal"), overrides)
 
 
-def refusal(*overrides: str) -> str:
-    with pytest.raises(RecipeError) as caught:
-        recipe(*overrides)
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
+refusal = partial(error_cases.refusal, RecipeError, recipe)
 
 
 # ---- YAML ----------------------------------------------------------------------------------------

@@ -7,10 +7,9 @@ foreign tokenizers.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -27,8 +26,10 @@ from models.gguf_reader import read_gguf
 from models.hub import resolve_checkpoint
 from models.known_configs import find_architecture
 from models.tokenizer import ChatTokenizer
+from tests import error_cases
 from tests.make_golden import GOLDEN
 from tests.make_tiny_tokenizer import TINY
+from tests.process_cases import python
 from tests.test_convert import change_config, shard
 
 ROOT = Path(__file__).parents[1]
@@ -49,15 +50,7 @@ def folder(tmp_path):
     return target
 
 
-def one_line(error: Exception) -> str:
-    assert exit_code(error) == 2 and "\n" not in str(error)
-    return str(error)
-
-
-def refusal(call, *args) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        call(*args)
-    return one_line(caught.value)
+refusal = partial(error_cases.refusal, CheckpointError)
 
 
 def test_the_whole_folder_loads(folder):
@@ -353,10 +346,7 @@ def test_a_command_says_it_in_one_line_and_transformers_says_nothing(folder):
     )
 
     def run() -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, "-c", script, str(folder)], cwd=folder, capture_output=True, text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        )  # fmt: skip
+        return python("-c", script, str(folder), cwd=folder)
 
     whole = run()
     assert whole.returncode == 0 and whole.stderr == "[transformers] a real warning\n"

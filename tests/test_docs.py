@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from srpo_jax import trainer
 from srpo_jax.recipe import load_recipe
 from srpo_jax.recipe.plugins import load_object
 from srpo_jax.run.logs import read_metrics
+from tests.process_cases import python
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -28,6 +27,7 @@ def test_the_readme_shows_the_example_team_as_it_is():
 
 
 def test_the_example_trains(tmp_path, monkeypatch):
+    """On all devices: the other whole runs of the tests use one."""
     monkeypatch.chdir(ROOT)
     changes = (
         "trainer.steps=1", "evaluation.every=1", "rollout.tasks_per_step=8", "rollout.slots=8",
@@ -61,7 +61,7 @@ def test_links_between_pages_lead_somewhere(page):
 def test_the_drawing_is_what_its_script_draws(tmp_path):
     script = (ROOT / "docs" / "draw_event.py").read_text()
     (tmp_path / "draw_event.py").write_text(script)
-    subprocess.run([sys.executable, tmp_path / "draw_event.py"], check=True, capture_output=True)
+    assert python(str(tmp_path / "draw_event.py")).returncode == 0
     drawn = (tmp_path / "event.svg").read_bytes()
     assert drawn == (ROOT / "docs" / "event.svg").read_bytes()
 
@@ -78,8 +78,6 @@ def test_the_drawing_is_what_its_script_draws(tmp_path):
     ],
 )
 def test_one_name_for_all_commands(arguments, code, said):
-    done = subprocess.run(
-        [sys.executable, "-m", "launch.srpo", *arguments], cwd=ROOT, capture_output=True, text=True
-    )
+    done = python("-m", "launch.srpo", *arguments)
     assert (done.returncode, said in done.stdout + done.stderr) == (code, True)
     assert "Traceback" not in done.stderr

@@ -8,7 +8,7 @@ import pytest
 from models.attention.cache_gpu import gpu_cache_attention
 from models.attention.cache_tpu import tpu_cache_attention
 from srpo_jax.engine import engine as engine_module
-from tests.test_engine import bits, checkpoint, make_engine, new_request
+from tests.engine_cases import bits, checkpoint, make_engine, new_request
 
 # Head widths of 16 and pages of one tile; five requests of two prompts in four slots.
 KERNELS = {"tpu": (tpu_cache_attention, 128), "gpu": (gpu_cache_attention, 16)}

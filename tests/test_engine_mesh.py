@@ -14,8 +14,8 @@ from models.qwen import split_params
 from models.tiny import tiny_config
 from srpo_jax.engine.layout import check_tensor, engine_mesh, key_head_copies
 from srpo_jax.learner.sharding import AXES
+from tests.engine_cases import bits, checkpoint, make_engine, new_request
 from tests.make_golden import GOLDEN
-from tests.test_engine import bits, checkpoint, make_engine, new_request
 
 MESHES = [(4, 1), (1, 2), (2, 2), (1, 4)]  # replicas, tensor
 MODELS = ["qwen3_tied", "qwen2_untied"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from srpo_jax.engine import Request, request_key
-from tests.test_engine import (
+from tests.engine_cases import (
     CACHE,
     bits,
     checkpoint,

@@ -14,7 +14,6 @@ from launch.evaluate import main
 from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.files import flat
 from srpo_jax.rollout.rollout import Rollout
-from srpo_jax.run import build as run_parts
 from srpo_jax.run.evaluation_folder import (
     check_folder,
     evaluate_and_keep,
@@ -24,14 +23,12 @@ from srpo_jax.run.evaluation_folder import (
 from srpo_jax.run.folder import RunFolderBusy, locked
 from srpo_jax.run.logs import read_episodes, read_verdicts
 from srpo_jax.trainer import run
-from tests.learner_cases import one_device
 from tests.run_cases import EVAL_EPISODES, noisy_reward, recipe_content, tiny_recipe
 from tests.test_bad_input import refusal
 
 
 @pytest.fixture(autouse=True)
-def single_device(monkeypatch, tmp_path):
-    monkeypatch.setattr(run_parts, "make_mesh", lambda **_: one_device())
+def in_a_temporary_folder(single_device, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 

@@ -8,8 +8,6 @@ import itertools
 import json
 import random
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -37,6 +35,7 @@ from envs.search.teacher import reply
 from envs.search.workflow import SearchWorkflow
 from envs.task_rows import TaskError
 from envs.workflow import ScriptedTeam, Task
+from tests.process_cases import python
 
 ROOT = Path(__file__).resolve().parent.parent
 VARIANTS = [(True, True), (True, False), (False, True)]
@@ -257,10 +256,8 @@ def test_search_tasks_load_neither_jax_nor_tensorflow(tmp_path):
         f"tasks = search_tasks(size=3, data_dir={str(tmp_path)!r})\nassert tasks[2].answer\n"
         "print([m for m in ('jax', 'tensorflow') if m in sys.modules])"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert out.stdout == "[]\n"
+    out = python("-c", code)
+    assert out.stdout == "[]\n", out.stderr
 
 
 VERL_ROW = {

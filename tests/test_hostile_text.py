@@ -9,7 +9,6 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -30,6 +29,7 @@ from envs.math.grading.compare import same_answer
 from envs.math.grading.numbers import Undecided
 from envs.parsing import Malformed, parse_route
 from envs.search import parsing as search_parsing
+from tests.process_cases import resident_mib
 
 MODULES = (answers, compare, latex, names, numbers, symbols, units, math_parsing, search_parsing)
 # Each family is a head, a piece that is repeated, and a tail that breaks what the pieces promise.
@@ -345,11 +345,6 @@ def run_hostile(count: int, seed: int, pool: GraderPool) -> tuple[float, float, 
             kind = result.error.split(":")[0]
             errors[kind] = errors.get(kind, 0) + 1
     return slowest_parse, slowest_grade, errors
-
-
-def resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20
 
 
 def test_hostile_outputs_are_read_and_graded_within_limits(pool):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +16,14 @@ from launch.evaluate import results_tables
 from srpo_jax.evaluation import BenchmarkResult, EpisodeCost
 from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.run.logs import EpisodeWriter, MetricLogger
+from tests.process_cases import python
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(cwd: Path, *arguments: str) -> subprocess.CompletedProcess:
     """A command as a user outside the clone starts it."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=cwd, env=env, capture_output=True, text=True
-    )
+    return python("-m", *arguments, cwd=cwd, COLUMNS="200")
 
 
 # ---- exit codes ----------------------------------------------------------------------------------

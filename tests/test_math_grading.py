@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from envs.math.grading import Grade, GraderPool, grade
 from envs.math.grading.compare import same_answer
 from envs.math.grading.latex import matching_end, split_top
 from envs.math.grading.numbers import Undecided, answer_key, parse_number
+from tests.process_cases import python
 
 _FILE = Path(__file__).parent / "data/math_grading.jsonl"
 PAIRS = [json.loads(line) for line in _FILE.read_text().splitlines()]
@@ -277,7 +277,5 @@ def test_grading_does_not_import_sympy_here():
         "print(grade(r'\\boxed{\\sqrt{8}}', r'2\\sqrt{2}').correct)\n"
         "print([m for m in ('sympy', 'math_verify', 'jax') if m in sys.modules])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parents[1], capture_output=True, text=True
-    )
+    done = python("-c", code)
     assert done.stdout == "True\n[]\n", done.stderr

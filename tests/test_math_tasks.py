@@ -23,6 +23,7 @@ from envs.math.workflow import MathWorkflow
 from envs.parsing import parse_route
 from envs.workflow import ScriptedTeam, Task
 from tests.linear_time import assert_linear
+from tests.process_cases import python
 
 ROOT = Path(__file__).parents[1]
 
@@ -94,7 +95,7 @@ def test_reading_imports_neither_jax_nor_tensorflow(data_dir):
         "tasks[0]\n"
         "print([m for m in ('jax', 'tensorflow', 'torch') if m in sys.modules])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", code)
     assert done.stdout == "[]\n", done.stderr
     assert done.stderr == ""
 

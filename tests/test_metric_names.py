@@ -11,7 +11,7 @@ from srpo_jax.run.metric_names import METRICS, find_metric
 from tests.run_cases import noisy_reward, tiny_recipe
 
 
-def test_every_figure_of_a_run_is_described(tmp_path):
+def test_every_figure_of_a_run_is_described(tmp_path, single_device):
     recipe = tiny_recipe(tmp_path, "trainer.steps=2", "learner.role_norms_every=1")
     assert trainer.run(recipe, reward=noisy_reward, console=Console(quiet=True)) == trainer.DONE
     names = {name for row in read_metrics(recipe.run_dir) for name in row}

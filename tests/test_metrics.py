@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboardX.proto.event_pb2 import Event
 
-from launch.cli import exit_code
 from srpo_jax.run.logs import (
     EpisodeWriter,
     MetricLogger,
@@ -24,6 +24,7 @@ from srpo_jax.run.logs import (
     read_metrics,
     read_verdicts,
 )
+from tests import error_cases
 
 
 @given(value=st.floats(allow_nan=False, allow_infinity=False))
@@ -167,11 +168,7 @@ def test_half_a_character_is_kept(tmp_path):
 NESTED = b"[" * 100_000
 
 
-def refusal(call, *args) -> str:
-    with pytest.raises(RunFileError) as caught:
-        call(*args)
-    assert exit_code(caught.value) == 2 and "\n" not in str(caught.value)
-    return str(caught.value)
+refusal = partial(error_cases.refusal, RunFileError)
 
 
 @pytest.mark.parametrize(

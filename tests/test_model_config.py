@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 
-from launch.cli import exit_code
 from models.config import CheckpointError, ModelConfig
 from models.convert import abstract_model, parameter_sources
+from tests import error_cases
 from tests.make_golden import CASES, GOLDEN
 
 CONFIG = {
@@ -19,11 +20,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def refusal(config) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        ModelConfig.from_hf(config)
-    assert exit_code(caught.value) == 2 and "\n" not in str(caught.value)
-    return str(caught.value)
+refusal = partial(error_cases.refusal, CheckpointError, ModelConfig.from_hf)
 
 
 @pytest.mark.parametrize("rope", [

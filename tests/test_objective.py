@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +11,7 @@ from srpo_jax.objective import MAX_LOG_RATIO, ObjectiveConfig, setwise_objective
 from srpo_jax.objective_config import KL_ESTIMATORS, PRESETS, SET_REDUCTIONS
 from srpo_jax.recipe.recipe import parse_recipe
 from srpo_jax.recipe.yaml import parse_yaml
+from tests.objective_cases import compiled
 from tests.objective_oracle import (
     OTHER_ORACLES,
     PRESET_ORACLES,
@@ -21,18 +20,9 @@ from tests.objective_oracle import (
     padded,
     random_events,
 )
-from tests.test_config import MINIMAL
+from tests.recipe_cases import MINIMAL
 
 SRPO = ObjectiveConfig()
-
-
-@partial(jax.jit, static_argnames="config")
-def compiled(current_logp, *, config, **args):
-    def loss(current):
-        return setwise_objective(current_logp=current, config=config, **args)
-
-    (value, metrics), grad = jax.value_and_grad(loss, has_aux=True)(current_logp)
-    return value, grad, metrics
 
 
 # Small cases are padded to one shape, so that each config compiles once: argument -> (shape, fill).

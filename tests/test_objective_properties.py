@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 
 import jax
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from srpo_jax.objective import ObjectiveConfig, setwise_objective
+from tests.objective_cases import compiled
 from tests.objective_oracle import Ragged, packed, padded, random_events
 
 SRPO = ObjectiveConfig()
@@ -26,15 +26,6 @@ few = settings(max_examples=10, deadline=None)
 def float64():
     with jax.enable_x64(True):
         yield
-
-
-@partial(jax.jit, static_argnames="config")
-def compiled(current_logp, *, config, **args):
-    def loss(current):
-        return setwise_objective(current_logp=current, config=config, **args)
-
-    (value, metrics), grad = jax.value_and_grad(loss, has_aux=True)(current_logp)
-    return value, grad, metrics
 
 
 def objective(args, config=SRPO, **totals):

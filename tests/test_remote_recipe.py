@@ -23,7 +23,6 @@ from srpo_jax.recipe.yaml import dump_yaml
 from srpo_jax.run import build as run_parts
 from srpo_jax.run import evaluate as run_evaluation
 from tests import server_cases
-from tests.learner_cases import one_device
 from tests.run_cases import EVAL_EPISODES, recipe_content, tiny_recipe
 from tests.test_remote_engine import NO_URLS
 
@@ -206,8 +205,7 @@ class TestMesh:
         assert len(weights.sharding.device_set) == 4
         jax.block_until_ready(weights)
 
-    def test_a_mesh_that_does_not_fit(self, folder, monkeypatch):
-        monkeypatch.setattr(run_parts, "make_mesh", lambda **_: one_device())
+    def test_a_mesh_that_does_not_fit(self, folder, single_device):
         with pytest.raises(RecipeError, match=r"rollout\.mesh: replicas 3 x tensor 1"):
             run_parts.build_parts(tiny_recipe(folder, "rollout.mesh={replicas: 3, tensor: 1}"))
 

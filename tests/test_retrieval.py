@@ -6,8 +6,6 @@ import asyncio
 import gzip
 import math
 import socket
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +25,7 @@ from envs.search.retrieval.server import create_app
 from envs.workflow import ScriptedTeam
 from launch import serve_retriever
 from tests.linear_time import assert_linear
+from tests.process_cases import python
 
 ROOT = Path(__file__).resolve().parent.parent
 ANIMALS = ["a cat purrs", "a dog plays", "a bird flies", "a fish swims"]
@@ -106,10 +105,8 @@ def test_importing_the_search_modules_loads_neither_jax_nor_tensorflow():
         "names = ('jax', 'bm25s', 'tensorflow', 'tensorflow_datasets')\n"
         "print([name for name in names if name in sys.modules])"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert out.stdout.strip() == "[]"
+    out = python("-c", code)
+    assert out.stdout.strip() == "[]", out.stderr
 
 
 # ---- corpora ----------------------------------------------------------------------------------
@@ -456,11 +453,6 @@ def test_serve_retriever_refuses_in_one_line(capsys, tmp_path):
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert "dense" in error and error.count("\n") == 1
-    out = subprocess.run(
-        [sys.executable, "-m", "launch.serve_retriever", str(tmp_path / "none.jsonl")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    out = python("-m", "launch.serve_retriever", str(tmp_path / "none.jsonl"))
     assert out.returncode == 2
     assert "none.jsonl" in out.stderr and out.stderr.count("\n") == 1

@@ -18,17 +18,14 @@ from launch.cli import exit_code, message
 from srpo_jax import trainer
 from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.yaml import dump_yaml
-from srpo_jax.run import build as run_parts
 from srpo_jax.run.folder import RunFolderBusy, digest, locked, record_run
-from tests.learner_cases import one_device
 from tests.run_cases import left_behind, noisy_reward, tiny_recipe
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
-def single_device(monkeypatch, tmp_path):
-    monkeypatch.setattr(run_parts, "make_mesh", lambda **_: one_device())
+def in_a_temporary_folder(single_device, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 

@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 
 from srpo_jax import trainer
-from srpo_jax.run import build as run_parts
 from srpo_jax.run.logs import read_metrics
-from tests.learner_cases import one_device
+from tests.process_cases import resident_mib
 from tests.run_cases import noisy_reward, tiny_recipe
 
 STEPS = int(os.environ.get("SRPO_TEST_STEPS", "60"))
@@ -20,8 +19,9 @@ SAVES = 60
 
 
 @pytest.mark.slow
-def test_sixty_saves_in_a_run_leave_memory_descriptors_and_threads_flat(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_parts, "make_mesh", lambda **_: one_device())
+def test_sixty_saves_in_a_run_leave_memory_descriptors_and_threads_flat(
+    tmp_path, monkeypatch, single_device
+):
     every = max(STEPS // SAVES, 1)
     recipe = tiny_recipe(
         tmp_path, f"trainer.steps={STEPS}", f"trainer.checkpoint_every={every}",
@@ -48,8 +48,3 @@ def test_sixty_saves_in_a_run_leave_memory_descriptors_and_threads_flat(tmp_path
     )
     print(f"{len(steady)} steps with {programs} programs: MiB, descriptors, threads {early} {late}")
     assert all(b <= a + room for a, b, room in zip(early, late, (40, 3, 3), strict=True))
-
-
-def resident_mib() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20

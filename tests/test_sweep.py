@@ -26,24 +26,14 @@ from launch.sweep import (
 from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.plugins import build_workflow
 from srpo_jax.recipe.recipe import load_recipe
-
-RECIPE = """
-name: tiny
-model: some/model
-workflow: math
-tasks: {train: {name: arithmetic, size: 8}}
-rollout: {tasks_per_step: 2, group_size: 2, prompt_tokens: 64, response_tokens: 16, slots: 4}
-optimizer: {lr: 1e-6}
-learner: {micro_batch_rows: 4}
-trainer: {steps: 3}
-"""
+from tests.recipe_cases import MINIMAL
 
 
 @pytest.fixture
 def sweep(tmp_path, monkeypatch):
     """Writes a sweep file beside a recipe; gives its plan."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    (tmp_path / "tiny.yaml").write_text(MINIMAL)
     (tmp_path / "sweeps").mkdir()
 
     def make(text: str) -> tuple[Path, list[Member]]:
@@ -144,7 +134,7 @@ def test_members_are_recipes(sweep):
 def test_a_members_preset_comes_before_its_keys_and_over_the_recipe(sweep):
     recipe = Path("tiny.yaml")
     recipe.write_text(
-        RECIPE.replace("workflow: math", "workflow: {name: math, args: {solvers: 5, rounds: 3}}")
+        MINIMAL.replace("workflow: math", "workflow: {name: math, args: {solvers: 5, rounds: 3}}")
         + "objective: {preset: gspo, clip_low: 0.1}\nadvantage: {scale: none}\n"
     )
     _, members = sweep(

@@ -16,6 +16,7 @@ from envs.math.tasks import TaskError, read_tasks
 from envs.search.retrieval.corpus import CorpusError, read_corpus
 from envs.search.tasks import read_tasks as read_questions
 from envs.text_files import json_lines, parse_json
+from tests import error_cases
 
 READERS = pytest.mark.parametrize(
     ("read", "error"),
@@ -31,10 +32,8 @@ def line(**changes) -> bytes:
 
 
 def refusal(read, path: Path, error=TaskError) -> str:
-    with pytest.raises(error) as caught:
-        read(path)
-    text = str(caught.value)
-    assert "\n" not in text and str(path) in text and caught.value.exit_code == 2
+    text = error_cases.refusal(error, read, path)
+    assert str(path) in text
     return text
 
 

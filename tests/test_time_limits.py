@@ -10,13 +10,10 @@ import contextvars
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -24,6 +21,7 @@ from envs.tool_threads import ToolThreads
 from envs.workflow import EpisodeFailed, Outcome, Score, ScriptedTeam
 from srpo_jax.engine.async_engine import EngineThread
 from srpo_jax.rollout.rollout import Rollout, count_failures
+from tests.process_cases import python
 from tests.rollout_cases import CONFIG, FakeEngine, Letters, State, TwoTurns, plans_of, render, run
 
 NEVER = threading.Event()
@@ -108,10 +106,7 @@ class TestRewards:
             "    results = run(TwoTurns(), ['x'] * 3, reward=hangs, config=config)\n"
             "    print([r.failure for r in results])\n"
         )
-        done = subprocess.run(
-            [sys.executable, "-c", script], cwd=Path(__file__).parents[1], timeout=120,
-            capture_output=True, text=True,
-        )  # fmt: skip
+        done = python("-c", script, timeout=120)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.splitlines() == [str(["tool_timeout"] * 3)] * 2
 

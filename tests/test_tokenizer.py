@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer
 
 from models.config import CheckpointError
 from models.tokenizer import ChatTokenizer
+from tests import error_cases
 from tests.make_tiny_tokenizer import TINY
 
 END = "<|im_end|>"
@@ -41,11 +43,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def refusal(folder) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        ChatTokenizer(folder)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+refusal = partial(error_cases.refusal, CheckpointError, ChatTokenizer)
 
 
 def change(path, **fields):

@@ -32,7 +32,7 @@ from srpo_jax.run.logs import episode_steps, read_episodes, read_metrics
 from srpo_jax.run.minibatches import apply_truncation, split_minibatches
 from srpo_jax.run.step_metrics import row_metrics
 from srpo_jax.run.stopping import Stopped, StopRequest
-from tests.learner_cases import advantages_of, bit_equal, events_of, host, one_device
+from tests.learner_cases import advantages_of, bit_equal, events_of, host
 from tests.run_cases import (
     EVAL_EPISODES,
     GROUP,
@@ -46,10 +46,7 @@ EPISODES = GROUP * TASKS_PER_STEP
 
 
 @pytest.fixture(autouse=True)
-def single_device(monkeypatch, tmp_path):
-    """Runs in this process use one of its devices; what they write by default goes to a temporary
-    folder."""
-    monkeypatch.setattr(run_parts, "make_mesh", lambda **_: one_device())
+def in_a_temporary_folder(single_device, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 

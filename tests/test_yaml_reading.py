@@ -9,7 +9,7 @@ import pytest
 from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.recipe import load_recipe, parse_recipe
 from srpo_jax.recipe.yaml import parse_yaml, read_yaml
-from tests.test_config import MINIMAL
+from tests.recipe_cases import MINIMAL
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n"
