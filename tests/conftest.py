@@ -44,6 +44,21 @@ def pytest_runtest_makereport(item):
     return report
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _shared_programs():
+    from srpo_jax.engine import engine
+    from srpo_jax.learner import learner
+    from srpo_jax.run import build
+    from tests.shared_programs import shared
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "build_programs", shared(engine.build_programs))
+        patch.setattr(learner, "build_programs", shared(learner.build_programs))
+        # An optimizer is a pair of functions: programs are equal only where it is the same pair.
+        patch.setattr(build, "make_optimizer", shared(build.make_optimizer))
+        yield
+
+
 @pytest.fixture
 def single_device(monkeypatch):
     """Runs in this process use one of its devices."""
@@ -51,6 +66,16 @@ def single_device(monkeypatch):
     from tests.learner_cases import one_device
 
     monkeypatch.setattr(build, "make_mesh", lambda **_: one_device())
+
+
+@pytest.fixture
+def h100():
+    """Traces for a GPU that is not there: lowering to Triton asks which one, from jax 0.12 on."""
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+    device = AbstractDevice(device_kind="NVIDIA H100", num_cores=132, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        yield
 
 
 @pytest.fixture(scope="session")

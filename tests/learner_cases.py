@@ -21,6 +21,7 @@ from srpo_jax.objective import ObjectiveConfig
 
 VOCAB, REAL_VOCAB = 64, 61  # embedding rows, tokenizer's length
 TEMPERATURE = 0.8
+ADAM = optax.adam(1e-2, eps=1e-3)
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -122,7 +123,7 @@ def make_learner(
     model: Qwen | None = None, objective: ObjectiveConfig | None = None, **changes: Any
 ) -> Learner:
     """A float32 learner on one device; ``changes``: optimizer, mesh, or of LearnerSettings."""
-    optimizer = changes.pop("optimizer", optax.adam(1e-2, eps=1e-3))
+    optimizer = changes.pop("optimizer", ADAM)
     mesh = changes.pop("mesh", None) or one_device()
     settings = {"vocab_size": REAL_VOCAB, "temperature": TEMPERATURE, "logprob_chunk": 24}
     return Learner(

@@ -22,12 +22,13 @@ from srpo_jax.run.checkpoint import CheckpointFailed, Checkpoints
 from srpo_jax.run.files import write_json
 from tests.learner_cases import batch_of, bit_equal, events_of, host, make_learner, tiny_model
 
+OPTIMIZER = make_optimizer(
+    OptimizerConfig(lr=1e-2, moment_dtype="bfloat16", schedule="cosine", warmup_steps=1), 10
+)
+
 
 def learner_on(mesh, seed=0, param_dtype=jnp.float32):
-    config = OptimizerConfig(lr=1e-2, moment_dtype="bfloat16", schedule="cosine", warmup_steps=1)
-    return make_learner(
-        tiny_model(seed, param_dtype), mesh=mesh, optimizer=make_optimizer(config, 10)
-    )
+    return make_learner(tiny_model(seed, param_dtype), mesh=mesh, optimizer=OPTIMIZER)
 
 
 @pytest.mark.multidevice

@@ -194,6 +194,7 @@ def test_key_heads_apart_on_a_mesh():
 
 
 @pytest.mark.parametrize("H, dtype", [(64, "bfloat16"), (80, "float32"), (128, "float16")])
+@pytest.mark.usefixtures("h100")
 def test_lowers_to_triton(H, dtype):
     """Two kernels a decode layer and no other loop; one for a prefill."""
     attention = gpu.gpu_cache_attention()

@@ -155,6 +155,7 @@ def value_and_grads(attention):
 
 
 @pytest.mark.parametrize("width, dtype", [(64, "bfloat16"), (128, "float16"), (80, "float32")])
+@pytest.mark.usefixtures("h100")
 def test_gpu_kernel_lowers_to_triton(width, dtype):
     shapes = [jax.ShapeDtypeStruct((2, 500, heads, width), dtype) for heads in (14, 2, 2)]
     segments = jax.ShapeDtypeStruct((2, 500), jnp.int32)

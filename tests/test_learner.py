@@ -207,7 +207,7 @@ def test_padding_with_rows_and_events_changes_no_bit():
     learner = fresh_learner()
     params = learner.params
     set_params(learner, perturbed(params, 0.01))
-    batch = batch_of(rows=4)
+    batch = batch_of(rows=4, min_tokens=16)
     wanted = update_gradient(learner, batch, params)
     padded = with_padding(batch, micro_batches=2, events=3)
     assert bit_equal(update_gradient(learner, padded, params), wanted)
@@ -221,7 +221,7 @@ def test_padding_with_tokens_changes_nothing():
         learner = make_learner(tiny_model(dtype=jnp.float64), dtype=jnp.float64)
         params = learner.params
         set_params(learner, perturbed(params, 0.01))
-        batch = batch_of(rows=4)
+        batch = batch_of(rows=4, min_tokens=16)
         loss, grads = update_gradient(learner, batch, params)
         for padding in ({"tokens": 4}, {"micro_batches": 2, "events": 3, "tokens": 16}):
             padded = with_padding(batch, **padding)

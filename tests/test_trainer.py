@@ -32,7 +32,7 @@ from srpo_jax.run.logs import episode_steps, read_episodes, read_metrics
 from srpo_jax.run.minibatches import apply_truncation, split_minibatches
 from srpo_jax.run.step_metrics import row_metrics
 from srpo_jax.run.stopping import Stopped, StopRequest
-from tests.learner_cases import advantages_of, bit_equal, events_of, host
+from tests.learner_cases import advantages_of, bit_equal, events_of, host, one_device
 from tests.run_cases import (
     EVAL_EPISODES,
     GROUP,
@@ -458,6 +458,19 @@ def test_non_finite_gradients_end_the_run_past_their_limit(tmp_path):
 TO_STEP_2 = EVAL_EPISODES + 2 * EPISODES  # rewards until the end of the second step's rollout
 
 
+UNTIL_ASKED = "trainer.checkpoint_every=0"
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """What a run of three steps leaves that nothing stopped."""
+    folder = tmp_path_factory.mktemp("straight")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_parts, "make_mesh", lambda **_: one_device())
+        assert run(tiny_recipe(folder, UNTIL_ASKED), reward=noisy_reward) == trainer.DONE
+    return left_behind(folder / "run")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(
     "moment, rewards, logged, kept",
@@ -469,10 +482,10 @@ TO_STEP_2 = EVAL_EPISODES + 2 * EPISODES  # rewards until the end of the second 
     ],
 )
 def test_a_signal_abandons_what_samples_and_saves_the_last_complete_step(
-    tmp_path, moment, rewards, logged, kept, number
+    tmp_path, straight, moment, rewards, logged, kept, number
 ):
     """Step 2 is saved though it is not due; resumed, the run equals the straight one."""
-    recipe = tiny_recipe(tmp_path, "trainer.checkpoint_every=0")
+    recipe = tiny_recipe(tmp_path, UNTIL_ASKED)
     folder, calls, text = tmp_path / "run", [], io.StringIO()
 
     def stopping(task, outcome):
@@ -495,17 +508,11 @@ def test_a_signal_abandons_what_samples_and_saves_the_last_complete_step(
     assert not (folder / "done.json").exists() and not (folder / "model").exists()
     if number == signal.SIGTERM:  # both end in the same folder
         assert run(recipe, reward=noisy_reward) == trainer.DONE
-        assert left_behind(folder) == straight_run(tmp_path)
-
-
-def straight_run(folder):
-    recipe = tiny_recipe(folder, "trainer.checkpoint_every=0", f"trainer.out={folder / 'straight'}")
-    assert run(recipe, reward=noisy_reward) == trainer.DONE
-    return left_behind(folder / "straight")
+        assert left_behind(folder) == straight
 
 
 def test_an_update_in_progress_is_finished(tmp_path, monkeypatch):
-    recipe = tiny_recipe(tmp_path, "evaluation.every=0", "trainer.checkpoint_every=0")
+    recipe = tiny_recipe(tmp_path, "evaluation.every=0", UNTIL_ASKED)
     update = trainer.update_step
 
     def interrupted(parts, step, *args):
