@@ -80,6 +80,7 @@ def test_difference_stops_at_the_first_other_token(model):
     assert found[:2] == (0.5, 1) and 0 < found.margin < 1
 
 
+@pytest.mark.slow
 def test_a_whole_run(model):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, model.vocab_size, 9 + 70 * (i % 2)).tolist() for i in range(6)]

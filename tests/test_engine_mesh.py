@@ -17,7 +17,8 @@ from srpo_jax.learner.sharding import AXES
 from tests.engine_cases import bits, checkpoint, make_engine, new_request
 from tests.make_golden import GOLDEN
 
-MESHES = [(4, 1), (1, 2), (2, 2), (1, 4)]  # replicas, tensor
+# Replicas, tensor.
+MESHES = [(4, 1), pytest.param(1, 2, marks=pytest.mark.slow), (2, 2), (1, 4)]
 MODELS = ["qwen3_tied", "qwen2_untied"]
 
 

@@ -298,7 +298,12 @@ def test_a_single_update_with_a_nonfinite_event_is_taken_again_without_it(monkey
 
 # ---- devices -------------------------------------------------------------------------------------
 
-MESHES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1), (1, 4, 1), (1, 2, 2)]
+MESHES = [
+    *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in [(2, 1, 1), (1, 2, 1), (1, 1, 2)]),
+    (4, 1, 1),
+    (1, 4, 1),
+    (1, 2, 2),
+]
 
 
 def two_updates(mesh):
