@@ -59,9 +59,9 @@ test: setup
 	$(TEST) -m 'not slow' $(ARGS)
 
 test-all: lint docs
-	@cmp -s requirements-test-all.txt $(VENV)/requirements-test-all.installed || { \
-	  $(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-test-all.txt && \
-	  cp requirements-test-all.txt $(VENV)/requirements-test-all.installed; }
+	@cmp -s requirements/test-all.txt $(VENV)/test-all.installed || { \
+	  $(RUN) -m pip install --quiet --disable-pip-version-check -r requirements/test-all.txt && \
+	  cp requirements/test-all.txt $(VENV)/test-all.installed; }
 	@[ -d $(SMOLLM2) ] || $(RUN) -m launch.prepare_data smollm2 $(SMOLLM2)
 	SRPO_SMOLLM2=$(SMOLLM2) $(TEST) --no-skips $(ARGS)
 

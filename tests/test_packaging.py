@@ -48,6 +48,9 @@ def test_every_extra_has_its_file():
         name: [f"requirements/{name}.txt"] for name in ("tpu", "cuda", "docs", "dev")
     }
     assert all(lines(file) for (file,) in extras["optional-dependencies"].values())
+    no_extra = {"test-all"}  # for `make test-all`, which installs into .venv
+    files = {path.stem for path in (ROOT / "requirements").iterdir()}
+    assert files - no_extra == {"tpu", "cuda", "docs", "dev"}
 
 
 # ---- the wheel -----------------------------------------------------------------------------------
