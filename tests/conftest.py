@@ -69,6 +69,20 @@ def single_device(monkeypatch):
 
 
 @pytest.fixture
+def one_device_here(single_device, monkeypatch, tmp_path):
+    """What runs write by default goes to a temporary folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    from envs.math.grading import GraderPool
+
+    with GraderPool(workers=2) as pool:
+        yield pool
+
+
+@pytest.fixture
 def h100():
     """Traces for a GPU that is not there: lowering to Triton asks which one, from jax 0.12 on."""
     from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh

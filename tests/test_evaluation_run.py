@@ -26,10 +26,7 @@ from srpo_jax.trainer import run
 from tests.run_cases import EVAL_EPISODES, noisy_reward, recipe_content, tiny_recipe
 from tests.test_bad_input import refusal
 
-
-@pytest.fixture(autouse=True)
-def in_a_temporary_folder(single_device, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("one_device_here")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from envs.math.grading import Grade, GraderPool, grade
+from envs.math.grading import Grade, grade
 
 _DATA = Path(__file__).parent / "data"
 
@@ -26,12 +26,6 @@ PAIRS = rows("grading_pairs.jsonl")
 WRONG = rows("wrong_answers.jsonl")
 GOLDS = sorted({row["gold"] for row in PAIRS + WRONG + rows("math_grading.jsonl")} - {"", "nan"})
 KINDS = sorted({row["what"] for row in WRONG})
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with GraderPool(workers=2) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair["id"])

@@ -255,12 +255,6 @@ def test_patterns_are_found():
 # ---- the grader ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with GraderPool(workers=2) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize(
     "answer",
     [

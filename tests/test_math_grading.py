@@ -26,12 +26,6 @@ TOWER = r"\boxed{9^{9^{9^{9}}}}"
 IN_ALGEBRA = (r"\boxed{\frac{x+2}{7}}", r"\frac{x}{7}+\frac{2}{7}")
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with GraderPool(workers=2) as pool:
-        yield pool
-
-
 # ---- verdicts -----------------------------------------------------------------------------------
 
 

@@ -23,10 +23,7 @@ from tests.run_cases import left_behind, noisy_reward, tiny_recipe
 
 ROOT = Path(__file__).parents[1]
 
-
-@pytest.fixture(autouse=True)
-def in_a_temporary_folder(single_device, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("one_device_here")
 
 
 def run(recipe, text=None):

@@ -44,10 +44,7 @@ from tests.run_cases import (
 
 EPISODES = GROUP * TASKS_PER_STEP
 
-
-@pytest.fixture(autouse=True)
-def in_a_temporary_folder(single_device, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("one_device_here")
 
 
 def run(recipe, **parts) -> int:
