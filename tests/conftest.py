@@ -52,8 +52,9 @@ def _shared_programs():
     from tests.shared_programs import shared
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "build_programs", shared(engine.build_programs))
-        patch.setattr(learner, "build_programs", shared(learner.build_programs))
+        for module in (engine, learner):
+            (name,) = (name for name in vars(module) if name.endswith("_programs"))
+            patch.setattr(module, name, shared(getattr(module, name)))
         # An optimizer is a pair of functions: programs are equal only where it is the same pair.
         patch.setattr(build, "make_optimizer", shared(build.make_optimizer))
         yield

@@ -32,7 +32,11 @@ def learner_on(mesh, seed=0, param_dtype=jnp.float32):
 
 
 @pytest.mark.multidevice
-@pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "param_dtype",
+    [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16],
+    ids=["float32", "bfloat16"],
+)
 def test_a_state_comes_back_bit_for_bit_where_it_was(tmp_path, param_dtype):
     """bfloat16 moments and parameters and the counters included, each with its own sharding."""
     mesh = make_mesh(1, 2, 2)
@@ -78,7 +82,7 @@ def test_a_state_loads_onto_another_mesh(tmp_path):
 
 
 def test_updates_that_donate_the_state_do_not_reach_into_a_save_in_progress(tmp_path):
-    learner = learner_on(make_mesh(1, 1, 1, devices=jax.devices()[:1]))
+    learner = make_learner()
     learner.update([batch_of()])
     checkpoints = Checkpoints(tmp_path, keep=3)
     saved = {}
