@@ -226,12 +226,13 @@ def test_files_with_one_id_twice_are_refused(tmp_path):
 
 def test_paths_that_are_no_files(tmp_path):
     (tmp_path / "folder.jsonl").mkdir()
-    assert "folder.jsonl: this is a folder" in problem("folder.jsonl", tmp_path)
+    assert "folder.jsonl: must be a file, got a folder" in problem("folder.jsonl", tmp_path)
     assert "File name too long" in problem("x" * 300 + ".jsonl", tmp_path)
     assert "no such file" in problem("~nobody-of-this-name/a.jsonl", tmp_path)
     (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
-    assert "loop.jsonl: no such file" in problem("loop.jsonl", tmp_path)
-    assert "folder.jsonl: this is a folder" in problem("folder.jsonl/../folder.jsonl", tmp_path)
+    assert "loop.jsonl: Too many levels of symbolic links" in problem("loop.jsonl", tmp_path)
+    roundabout = problem("folder.jsonl/../folder.jsonl", tmp_path)
+    assert "folder.jsonl: must be a file, got a folder" in roundabout
 
 
 def test_a_recipes_sets(tmp_path):

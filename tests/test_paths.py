@@ -68,7 +68,7 @@ def test_a_missing_file_says_where_it_was_looked_for(folders):
         ("configs", "configs: must be a file, got a folder"),
         ("a\0b", "a\0b: "),
         ("/dev/null", "/dev/null: must be a file, got a special file"),
-        ("~nobody-of-this-name/a", "~nobody-of-this-name/a: Could not determine home directory"),
+        ("~nobody-of-this-name/a", "~nobody-of-this-name/a: no such file"),
     ],
 )
 def test_what_is_no_file(folders, path, message):
