@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import statistics
 import subprocess
 import sys
@@ -18,7 +17,8 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from benchmarks.learner import positive
+from benchmarks.harness import positive
+from benchmarks.timing import elapsed, print_json
 from launch.cli import Parser, entry
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ def main(argv: list[str] | None = None) -> int:
         cache_tokens=PROMPT_TOKENS + RESPONSE_TOKENS, burst=BURST,
     )  # fmt: skip
     with answering(args.answer_ms / 1e3) as url:
-        found = asyncio.run(measure(engine, url, args.calls))
-    print(json.dumps({name: round(value, 3) for name, value in found.items()}), flush=True)
+        found = asyncio.run(measure_tool(engine, url, args.calls))
+    print_json({name: round(value, 3) for name, value in found.items()})
     return 0
 
 
@@ -87,7 +87,7 @@ def answering(seconds: float) -> Iterator[str]:
             process.kill()
 
 
-async def measure(engine: Engine, url: str, calls: int) -> dict[str, float]:
+async def measure_tool(engine: Engine, url: str, calls: int) -> dict[str, float]:
     """Medians of ``calls`` calls of the tool alone, and as many beside the engine."""
     import httpx
 
@@ -111,9 +111,8 @@ async def measure(engine: Engine, url: str, calls: int) -> dict[str, float]:
 
     batch = [request(slot) for slot in range(engine.slots)]
     engine.run(batch)  # compiles
-    start, steps = time.perf_counter(), engine.stats["decode_steps"]
-    engine.run(batch)
-    step_ms = 1e3 * (time.perf_counter() - start) / (engine.stats["decode_steps"] - steps)
+    steps = engine.stats["decode_steps"]
+    step_ms = 1e3 * elapsed(lambda: engine.run(batch)) / (engine.stats["decode_steps"] - steps)
     async with httpx.AsyncClient(trust_env=False) as client, EngineThread(engine) as thread:
         await client.get(url)  # connects
         alone = await tool_ms(client)

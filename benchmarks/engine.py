@@ -8,100 +8,53 @@ peer's), and workload_limit_factor (the machine's computed limit over ours).
 
 from __future__ import annotations
 
-import json
-import os
-import statistics
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.learner import positive
-from benchmarks.peer_environments import ROOT, PeerError, last_lines, peer_python
-from launch.cli import Parser, entry, output
+from benchmarks import harness
+from benchmarks.harness import OURS, Figures, Program, ratio
+from launch.cli import Parser, entry
 
-OURS = "srpo_jax"
-PEERS = {"tunix": "tunix", "transformers": "torch"}  # engine -> environment
-MODULES = {
-    OURS: "benchmarks.ours_engine",
-    "tunix": "benchmarks.peers.tunix_engine",
-    "transformers": "benchmarks.peers.torch_engine",
+ENGINES = {
+    OURS: Program("benchmarks.ours_engine"),
+    "tunix": Program("benchmarks.peers.tunix_engine", "tunix"),
+    "transformers": Program("benchmarks.peers.torch_engine", "torch"),
 }
-
-Figures = Mapping[str, float]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser("benchmarks.engine", __doc__, "python -m benchmarks.engine --rounds 3")
     parser.add_argument(
-        "--repeats", type=positive, default=3, help="timed runs of each work (default: 3)"
-    )
-    parser.add_argument(
-        "--rounds", type=positive, default=1,
-        help="times that the engines take turns; medians over them (default: 1)",
+        "--repeats", type=harness.positive, default=3,
+        help="timed runs of each work (default: 3)",
     )  # fmt: skip
-    parser.add_argument(
-        "--skip", action="append", choices=list(PEERS), default=[],
-        help="leave a peer out; repeatable",
-    )  # fmt: skip
+    harness.add_comparison_options(parser, ENGINES)
     args = parser.parse_args(argv)
-    console = Console(stderr=True, highlight=False)
-    names = [name for name in MODULES if name not in args.skip]
-    try:
-        pythons = {
-            name: Path(sys.executable)
-            if name == OURS
-            else peer_python(PEERS[name], say=console.print)
-            for name in names
-        }
-        seen: dict[str, list[Figures]] = {name: [] for name in names}
-        for turn in range(1, args.rounds + 1):
-            for name, python in pythons.items():
-                seen[name].append(run_program(name, python, args.repeats))
-                shown = ", ".join(f"{k} {v:.0f}" for k, v in seen[name][-1].items())
-                console.print(f"round {turn}/{args.rounds}  {name}  {shown}")
-    except PeerError as error:
-        console.print(error.output, markup=False, soft_wrap=True)
-        raise
-    found = {name: medians(runs) for name, runs in seen.items()}
-    out = output()
-    out.print(results_table(found))
-    out.print(machine_line(found[OURS]))
-    print(json.dumps(summary(found)), flush=True)
+    console = harness.progress_console()
+
+    def run(name: str, python: Path) -> Figures:
+        options = {"repeats": args.repeats}
+        return harness.run_peer(name, python, ENGINES[name].module, options, read=read_figures)
+
+    with harness.output_of_failures(console):
+        pythons = harness.interpreters(ENGINES, console, args.skip)
+        found = harness.run_rounds(pythons, args.rounds, run, describe, console)
+    harness.report(engine_table(found), machine_line(found[OURS]), figures=engine_ratios(found))
     return 0
 
 
-def run_program(name: str, python: Path, repeats: int) -> dict[str, float]:
-    """Runs an engine's program on the CPU. Raises PeerError with the end of its output."""
-    # The peers' environments are for the CPU, so ours must not take an accelerator either.
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    env.pop("PYTHONPATH", None)  # of the environment that runs us
-    done = subprocess.run(
-        [str(python), "-m", MODULES[name], "--repeats", str(repeats)],
-        cwd=ROOT, env=env, capture_output=True, text=True, errors="replace",
-    )  # fmt: skip
-    if done.returncode:
-        raise PeerError(
-            f"{name}: its program ended with code {done.returncode}",
-            last_lines(done.stdout + done.stderr),
-        )
-    try:
-        figures = json.loads(done.stdout.strip().splitlines()[-1])
-        return {key: float(value) for key, value in figures.items()}
-    except (IndexError, AttributeError, TypeError, ValueError):
-        raise PeerError(
-            f"{name}: the last line it printed does not hold its figures", last_lines(done.stdout)
-        ) from None
+def read_figures(printed: Any) -> dict[str, float]:
+    return {key: float(value) for key, value in printed.items()}
 
 
-def medians(runs: Sequence[Figures]) -> dict[str, float]:
-    return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+def describe(figures: Figures) -> str:
+    return ", ".join(f"{key} {value:.0f}" for key, value in figures.items())
 
 
-def results_table(found: Mapping[str, Figures]) -> Table:
+def engine_table(found: Mapping[str, Figures]) -> Table:
     """A row for each engine and work, and how far ours is from the peer and from the limit."""
     table = Table(title="generated tokens per second, sampled, with log-probs")
     for title in ("work", "engine"):
@@ -116,7 +69,7 @@ def results_table(found: Mapping[str, Figures]) -> Table:
                     name,
                     f"{found[OURS]['slots']:.0f}" if name == OURS else "32",
                     f"{figures[work]:.0f}",
-                    "" if name == OURS else f"{ratio(found, work, name):.2f}",
+                    harness.ratio_cell(found, work, name),
                     f"{figures[work] / found[OURS][f'{work}_limit']:.0%}",
                 )
     return table
@@ -131,12 +84,7 @@ def machine_line(ours: Figures) -> str:
     )
 
 
-def ratio(found: Mapping[str, Figures], work: str, peer: str) -> float | None:
-    """Our tokens per second over the peer's; None where the peer was left out."""
-    return found[OURS][work] / found[peer][work] if peer in found else None
-
-
-def summary(found: Mapping[str, Figures]) -> dict[str, float | None]:
+def engine_ratios(found: Mapping[str, Figures]) -> dict[str, float | None]:
     return {
         "uniform_ratio_tunix": ratio(found, "uniform", "tunix"),
         "uniform_ratio_transformers": ratio(found, "uniform", "transformers"),

@@ -6,8 +6,7 @@ The model is the benchmarks' of 54.5 M random weights, or a checkpoint. The last
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
+from benchmarks.harness import progress_console, report
 from benchmarks.ours_engine import model_config
-from launch.cli import Parser, entry, output
+from launch.cli import Parser, entry
 from models.config import ModelConfig
 from models.convert import load_hf
 from models.qwen import Qwen, split_params
@@ -28,8 +28,8 @@ from srpo_jax.engine import Completion, Engine, Request, request_key
 from srpo_jax.engine.sampling import row_uniforms
 
 SLOTS = (32, 7, 1)
-LONGEST_PROMPT, LONGEST = 220, 96
-LENGTH = LONGEST_PROMPT + LONGEST
+MAX_PROMPT, MAX_NEW = 220, 96
+MAX_TOKENS = MAX_PROMPT + MAX_NEW
 MEMBERS = 3  # of an event, for the gap of its ratio
 LOGP_LIMIT, MARGIN_LIMIT = 1e-5, 1e-4  # asked over slot counts and sharing
 
@@ -50,7 +50,7 @@ class Model(NamedTuple):
     def engine(self, **options: Any) -> Engine:
         return Engine(
             self.config, self.graphdef, self.params, vocab_size=self.vocab_size,
-            stop_ids=self.stop_ids, cache_tokens=LENGTH, burst=16, **options,
+            stop_ids=self.stop_ids, cache_tokens=MAX_TOKENS, burst=16, **options,
         )  # fmt: skip
 
 
@@ -83,25 +83,23 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     if args.model is None:
-        config = model_config(LENGTH)
+        config = model_config(MAX_TOKENS)
         model = Model(config, *split_params(Qwen(config, rngs=nnx.Rngs(0))), config.vocab_size)
         requests = random_requests(config.vocab_size)
     else:
         model, requests = checkpoint_model(args.model)
-    console = Console(stderr=True, highlight=False)
-    report, summary = measure(model, requests, say=console.print)
-    output().print(report)
-    print(json.dumps(summary), flush=True)
+    tables, figures = measure_exactness(model, requests, say=progress_console().print)
+    report(tables, figures=figures)
     return 0
 
 
 def random_requests(vocab_size: int) -> list[Request]:
     """30 requests: 4 prompts of six requests each, and 6 that begin as the longest of these."""
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(10, vocab_size, n).tolist() for n in (40, 97, 130, LONGEST_PROMPT)]
+    prompts = [rng.integers(10, vocab_size, n).tolist() for n in (40, 97, 130, MAX_PROMPT)]
     shared = [prompts[i // 6] for i in range(24)]
     branches = [prompts[3][:150] + rng.integers(10, vocab_size, 7 * i).tolist() for i in range(6)]
-    lengths = rng.integers(8, LONGEST + 1, 30).tolist()
+    lengths = rng.integers(8, MAX_NEW + 1, 30).tolist()
     return [
         Request(prompt, request_key(1, i), n, temperature=0.0 if i % 4 == 3 else 1.0)
         for i, (prompt, n) in enumerate(zip(shared + branches, lengths, strict=True))
@@ -115,7 +113,7 @@ def checkpoint_model(folder: str) -> tuple[Model, list[Request]]:
     requests = [
         Request(
             tokenizer.encode_chat("", question),
-            request_key(1, i, member), LONGEST,
+            request_key(1, i, member), MAX_NEW,
         )
         for i, question in enumerate(QUESTIONS)
         for member in range(MEMBERS)
@@ -124,41 +122,22 @@ def checkpoint_model(folder: str) -> tuple[Model, list[Request]]:
     return Model(config, *split_params(model), tokenizer.vocab_size, stop_ids), requests
 
 
-def measure(model: Model, requests: Sequence[Request], say: Any) -> tuple[Group, dict[str, Any]]:
+def measure_exactness(
+    model: Model, requests: Sequence[Request], say: Any
+) -> tuple[Group, dict[str, Any]]:
     """Runs everything; the report, and its worst figures."""
     reference = model.engine(slots=SLOTS[0])
     expected = reference.run(requests)
     say("other orders and neighbours")
     order = order_bits(model, reference, requests, expected)
-    tokens = sum(len(done.ids) for done in expected)
-    runs = Table(title=f"{len(requests)} requests, {tokens} tokens, against {SLOTS[0]} slots")
-    runs.add_column("run")
-    for name in ("log-probs differ by", "requests with another token", "margin there"):
-        runs.add_column(name, justify="right")
-    found = []
-    for slots in SLOTS:
-        for sharing in (True, False):
-            if slots == SLOTS[0] and sharing:
-                continue
-            name = f"{slots} slots, sharing {'on' if sharing else 'off'}"
-            say(name)
-            done = model.engine(slots=slots, sharing=sharing).run(requests)
-            found.append(difference(model, requests, expected, done))
-            logps, differing, margin = found[-1]
-            runs.add_row(name, f"{logps:.1e}", f"{differing}", f"{margin:.1e}" if differing else "")
+    runs = other_runs(model, requests, expected, say)
     say("against whole forward passes")
     half = model.engine(slots=SLOTS[0], dtype=jnp.bfloat16).run(requests)
     gaps = {"float32": gap_of(model, requests, expected), "bfloat16": gap_of(model, requests, half)}
-    against = Table(title=f"log-probs against float32 forward passes, events of {MEMBERS} requests")
-    for name in ("decoded in", "token, mean", "largest", "event, mean", "largest", "draws off by"):
-        against.add_column(name, justify="left" if name == "decoded in" else "right")
-    for name, gap in gaps.items():
-        figures = (gap.tokens.mean(), gap.tokens.max(), gap.events.mean(), gap.events.max())
-        against.add_row(name, *(f"{x:.1e}" for x in (*figures, gap.draws.max(initial=0))))
-    summary = {
-        "logp_difference": max(d.logps for d in found),
-        "differing_tokens": sum(d.requests for d in found),
-        "largest_margin": max(d.margin for d in found),
+    figures = {
+        "logp_difference": max(d.logps for d in runs.values()),
+        "differing_tokens": sum(d.requests for d in runs.values()),
+        "largest_margin": max(d.margin for d in runs.values()),
         "order_bits_differing": order,
         "gap_float32": float(gaps["float32"].tokens.max()),
         "gap_bfloat16": float(gaps["bfloat16"].tokens.max()),
@@ -167,7 +146,45 @@ def measure(model: Model, requests: Sequence[Request], say: Any) -> tuple[Group,
         f"{order} bits differ in reverse order, in a third alone and in that third among others; "
         f"asked of the runs: log-probs within {LOGP_LIMIT:.0e}, margins below {MARGIN_LIMIT:.0e}"
     )
-    return Group(runs, against, line), summary
+    tokens = sum(len(done.ids) for done in expected)
+    title = f"{len(requests)} requests, {tokens} tokens, against {SLOTS[0]} slots"
+    return Group(runs_table(title, runs), gaps_table(gaps), line), figures
+
+
+def other_runs(
+    model: Model, requests: Sequence[Request], expected: Sequence[Completion], say: Any
+) -> dict[str, Difference]:
+    """Every other slot count and sharing on and off, against ``expected``, by their description."""
+    found = {}
+    for slots in SLOTS:
+        for sharing in (True, False):
+            if slots == SLOTS[0] and sharing:
+                continue
+            name = f"{slots} slots, sharing {'on' if sharing else 'off'}"
+            say(name)
+            done = model.engine(slots=slots, sharing=sharing).run(requests)
+            found[name] = difference(model, requests, expected, done)
+    return found
+
+
+def runs_table(title: str, runs: Mapping[str, Difference]) -> Table:
+    table = Table(title=title)
+    table.add_column("run")
+    for name in ("log-probs differ by", "requests with another token", "margin there"):
+        table.add_column(name, justify="right")
+    for name, (logps, differing, margin) in runs.items():
+        table.add_row(name, f"{logps:.1e}", f"{differing}", f"{margin:.1e}" if differing else "")
+    return table
+
+
+def gaps_table(gaps: Mapping[str, Gap]) -> Table:
+    table = Table(title=f"log-probs against float32 forward passes, events of {MEMBERS} requests")
+    for name in ("decoded in", "token, mean", "largest", "event, mean", "largest", "draws off by"):
+        table.add_column(name, justify="left" if name == "decoded in" else "right")
+    for name, gap in gaps.items():
+        figures = (gap.tokens.mean(), gap.tokens.max(), gap.events.mean(), gap.events.max())
+        table.add_row(name, *(f"{x:.1e}" for x in (*figures, gap.draws.max(initial=0))))
+    return table
 
 
 def order_bits(
@@ -273,11 +290,11 @@ def sequence_logps(model: Model, request: Request, ids: Sequence[int]) -> np.nda
     request's temperature (greedy: 1)."""
     first = len(request.prompt_ids) - 1
     whole = [*request.prompt_ids, *ids][:-1]
-    tokens = np.zeros((1, LENGTH), np.int32)
+    tokens = np.zeros((1, MAX_TOKENS), np.int32)
     tokens[0, : len(whole)] = whole
-    segments = (np.arange(LENGTH) < len(whole)).astype(np.int32)[None]
-    positions = np.arange(LENGTH, dtype=np.int32)[None]
-    at = np.minimum(first + np.arange(LONGEST), LENGTH - 1)
+    segments = (np.arange(MAX_TOKENS) < len(whole)).astype(np.int32)[None]
+    positions = np.arange(MAX_TOKENS, dtype=np.int32)[None]
+    at = np.minimum(first + np.arange(MAX_NEW), MAX_TOKENS - 1)
     logits = _logits(model.graphdef, model.params, tokens, positions, segments, at)
     logits = logits[: len(ids), : model.vocab_size] / (request.temperature or 1.0)
     return np.asarray(jax.nn.log_softmax(logits))

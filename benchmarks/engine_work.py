@@ -1,4 +1,4 @@
-"""The work that every engine of the benchmark does, and how it is timed. Needs numpy alone.
+"""The work that every engine of the benchmark does. Needs numpy alone.
 
 Uniform: 32 prompts of 128 tokens, 128 new tokens each, sampled, with log-probs. Workload: 16 tasks
 of 4 rollouts of 3 members; the 12 requests of a task share one prompt of 192 tokens, and responses
@@ -8,16 +8,10 @@ The model is that of ``learner_work``: 54.5 M random float32 weights.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import time
-from collections.abc import Callable
-
 import numpy as np
 
 ROWS, PROMPT, NEW = 32, 128, 128
-TASKS, REQUESTS_PER_TASK, TASK_PROMPT, LONGEST = 16, 12, 192, 256
+TASKS, REQUESTS_PER_TASK, TASK_PROMPT, MAX_NEW = 16, 12, 192, 256
 FIRST_ID, LAST_ID = 10, 32_000  # of the prompts: no peer's special id
 
 
@@ -31,23 +25,5 @@ def ragged_requests(seed: int = 0) -> tuple[list[list[int]], list[int]]:
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(FIRST_ID, LAST_ID, TASK_PROMPT).tolist() for _ in range(TASKS)]
     count = TASKS * REQUESTS_PER_TASK
-    lengths = np.clip(np.round(rng.lognormal(np.log(64), 0.7, count)), 8, LONGEST).astype(int)
+    lengths = np.clip(np.round(rng.lognormal(np.log(64), 0.7, count)), 8, MAX_NEW).astype(int)
     return [prompts[i // REQUESTS_PER_TASK] for i in range(count)], lengths.tolist()
-
-
-def seconds(work: Callable[[int], object], repeats: int) -> float:
-    """The median time of ``work(1)``, ``work(2)``, ... after ``work(0)``, which compiles."""
-    work(0)
-    taken = []
-    for turn in range(1, repeats + 1):
-        start = time.perf_counter()
-        work(turn)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
-
-
-def run_engine(work: Callable[[int], dict[str, float]]) -> None:
-    """The main function of an engine's program: ``--repeats`` in, one JSON line out."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, required=True)
-    print(json.dumps(work(parser.parse_args().repeats)), flush=True)

@@ -6,28 +6,27 @@ weights, over ragged rows.
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.timing import elapsed
+
 # 54.5 M parameters; head and embedding are tied.
 VOCAB, WIDTH, MLP, LAYERS = 32_768, 512, 1536, 12
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64
 ROPE_THETA, NORM_EPS = 1e6, 1e-6
-LONGEST_PROMPT, LONGEST_RESPONSE = 256, 256
+MAX_PROMPT, MAX_RESPONSE = 256, 256
 LEARNING_RATE, CLIP = 1e-6, 0.2
 MATMUL = 2048  # side of the square product that measures the peak
 MATMULS = 5  # of them in one measurement
 
 
 @dataclass(frozen=True)
-class Rows:
+class RaggedRows:
     """``prompts`` and ``responses``: one int32 array of token ids for each row; advantages [R]."""
 
     prompts: list[np.ndarray]
@@ -43,23 +42,23 @@ class Rows:
         return sum(map(len, self.prompts)) + sum(map(len, self.responses))
 
 
-def make_rows(count: int) -> Rows:
+def make_rows(count: int) -> RaggedRows:
     """``count`` rows from seed 0: prompts of 64 to 256 tokens, responses of 16 to 256."""
     rng = np.random.default_rng(0)
-    prompts = rng.integers(64, LONGEST_PROMPT + 1, count)
-    responses = rng.integers(16, LONGEST_RESPONSE + 1, count)
+    prompts = rng.integers(64, MAX_PROMPT + 1, count)
+    responses = rng.integers(16, MAX_RESPONSE + 1, count)
 
     def tokens(length: int) -> np.ndarray:
         return rng.integers(10, 32_000, length, dtype=np.int32)
 
-    return Rows(
+    return RaggedRows(
         [tokens(n) for n in prompts],
         [tokens(n) for n in responses],
         rng.normal(size=count).astype(np.float32),
     )
 
 
-def measure(
+def measure_updates(
     step: Callable[[], object],
     matmul: Callable[[], object],
     *,
@@ -67,22 +66,31 @@ def measure(
     tokens: int,
     steps: int,
 ) -> dict[str, float]:
-    """Times ``steps`` steps after one that compiles, with the matmul peak between them.
+    """Times updates after one that compiles, with the matmul peak between them.
 
-    ``step`` and ``matmul`` return when their work is done; ``matmul`` multiplies two square float32
-    matrices of MATMUL rows. The machine's speed drifts, so the peak is measured before every step
-    and both are medians. Peak memory is that of the whole process so far.
+    The machine's speed drifts, so the peak is measured before every update and both are medians.
+
+    Args:
+        step: One update; returns when it is done.
+        matmul: Multiplies two square float32 matrices of MATMUL rows; returns when it is done.
+        parameters: Of the model.
+        tokens: Real tokens of an update.
+        steps: Timed updates.
+
+    Returns:
+        Seconds of an update, tokens per second, the matmul peak in GFLOP/s, the share of it that
+        the update reaches, and the peak memory of the process so far in GiB.
     """
+
+    def matmuls() -> None:
+        for _ in range(MATMULS):
+            matmul()
+
     step(), matmul()
     seconds, peaks = [], []
     for _ in range(steps):
-        start = time.perf_counter()
-        for _ in range(MATMULS):
-            matmul()
-        peaks.append(MATMULS * 2 * MATMUL**3 / (time.perf_counter() - start))
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
+        peaks.append(MATMULS * 2 * MATMUL**3 / elapsed(matmuls))
+        seconds.append(elapsed(step))
     second, peak = statistics.median(seconds), statistics.median(peaks)
     return {
         "seconds": second,
@@ -93,12 +101,3 @@ def measure(
         "parameters": parameters,
         "tokens": tokens,
     }
-
-
-def run_learner(work: Callable[[Rows, int], dict[str, float]]) -> None:
-    """The main function of a learner's program: arguments in, one JSON line out."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    args = parser.parse_args()
-    print(json.dumps(work(make_rows(args.rows), args.steps)), flush=True)

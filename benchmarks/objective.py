@@ -6,16 +6,15 @@ number of events with rows of 4 tokens.
 
 from __future__ import annotations
 
-import json
-import statistics
-import time
 from typing import Any
 
 import jax
 import numpy as np
 from rich.table import Table
 
-from launch.cli import Parser, entry, output
+from benchmarks.harness import report
+from benchmarks.timing import median_seconds
+from launch.cli import Parser, entry
 from srpo_jax.objective import ObjectiveConfig, setwise_objective
 
 SIZES = (1, 3, 5, 7)  # K of the events, in turn: four rows an event on average
@@ -63,13 +62,8 @@ def loss_and_weights(batch: dict[str, jax.Array]) -> Any:
 def milliseconds(num_events: int, tokens: int) -> float:
     """Median time of one call, after one that compiles."""
     batch = jax.device_put(make_batch(num_events, tokens))
-    jax.block_until_ready(loss_and_weights(batch))
-    taken = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        jax.block_until_ready(loss_and_weights(batch))
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken) * 1e3
+    seconds = median_seconds(lambda _: jax.block_until_ready(loss_and_weights(batch)), REPEATS)
+    return seconds * 1e3
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,14 +81,12 @@ def main(argv: list[str] | None = None) -> int:
 
     ms = measured(*WHOLE)
     per_event = {n: measured(n, SCALED_TOKENS) * 1e6 / n for n in SCALED}
-    out = output()
-    out.print(table)
     growth = per_event[SCALED[-1]] / per_event[SCALED[0]]
-    out.print(
+    targets = (
         f"targets: below {MS_LIMIT} ms, seen {ms:.1f}; time per event at {SCALED[-1]:,} events "
         f"within {GROWTH_LIMIT} of that at {SCALED[0]:,}, seen {growth:.2f}"
     )
-    print(json.dumps({"ms": ms, "ns_per_event": per_event}), flush=True)
+    report(table, targets, figures={"ms": ms, "ns_per_event": per_event})
     return 0
 
 

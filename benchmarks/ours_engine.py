@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks import engine_work, learner_work
-from benchmarks.engine_work import run_engine, seconds
+from benchmarks.timing import Timing, median_seconds, run_program, time_work
 from models.config import ModelConfig
 from models.qwen import Qwen, split_params
 from srpo_jax.engine import Engine, Request, request_key
@@ -36,8 +36,9 @@ def model_config(max_position: int) -> ModelConfig:
     )  # fmt: skip
 
 
-def work(repeats: int) -> dict[str, float]:
-    config = model_config(engine_work.TASK_PROMPT + engine_work.LONGEST)
+def measure_srpo_engine(repeats: int) -> dict[str, float]:
+    """Tokens per second of both works, the machine's limits for them, and its rates."""
+    config = model_config(engine_work.TASK_PROMPT + engine_work.MAX_NEW)
     graphdef, params = split_params(Qwen(config, rngs=nnx.Rngs(0)))
     total = sum(a.size for a in jax.tree.leaves(params))
     body = total - learner_work.VOCAB * learner_work.WIDTH
@@ -51,41 +52,35 @@ def work(repeats: int) -> dict[str, float]:
 
     def timed(
         engine: Engine, prompts_of: Callable[[int], list[list[int]]], lengths: Sequence[int]
-    ) -> tuple[float, int]:
-        """Tokens per second, and programs compiled after the first run."""
-        compiled = []
-
-        def run(turn: int) -> None:
-            engine.set_weights(params, turn)  # forgets the prompts of the turn before
+    ) -> Timing:
+        def run(number: int) -> None:
+            engine.set_weights(params, number)  # forgets the prompts of the run before
             engine.run(
                 [
-                    Request(prompt, request_key(turn, i), n)
-                    for i, (prompt, n) in enumerate(zip(prompts_of(turn), lengths, strict=True))
+                    Request(prompt, request_key(number, i), n)
+                    for i, (prompt, n) in enumerate(zip(prompts_of(number), lengths, strict=True))
                 ]
             )
-            compiled.append(engine.compile_count())
 
-        taken = seconds(run, repeats)
-        return sum(lengths) / taken, compiled[-1] - compiled[0]
+        return time_work(run, repeats, engine.compile_count)
 
-    lengths = [engine_work.NEW] * engine_work.ROWS
-    uniform, uniform_compiles = timed(
-        engine(engine_work.PROMPT + engine_work.NEW), engine_work.uniform_prompts, lengths
+    equal = [engine_work.NEW] * engine_work.ROWS
+    uniform = timed(
+        engine(engine_work.PROMPT + engine_work.NEW), engine_work.uniform_prompts, equal
     )
-    uniform_limit = limit(rates, total, body, lengths, engine_work.PROMPT, 1)
     prompts, lengths = engine_work.ragged_requests()
-    ragged, ragged_compiles = timed(
-        engine(engine_work.TASK_PROMPT + engine_work.LONGEST), lambda turn: prompts, lengths
+    ragged = timed(
+        engine(engine_work.TASK_PROMPT + engine_work.MAX_NEW), lambda run: prompts, lengths
     )
     return {
-        "uniform": uniform,
-        "workload": ragged,
-        "uniform_limit": uniform_limit,
+        "uniform": sum(equal) / uniform.seconds,
+        "workload": sum(lengths) / ragged.seconds,
+        "uniform_limit": limit(rates, total, body, equal, engine_work.PROMPT, 1),
         "workload_limit": limit(
             rates, total, body, lengths, engine_work.TASK_PROMPT, engine_work.REQUESTS_PER_TASK
         ),
         "slots": SLOTS,
-        "compiles": uniform_compiles + ragged_compiles,
+        "compiles": uniform.compiles + ragged.compiles,
         **rates,
     }
 
@@ -97,7 +92,7 @@ def measure_machine() -> dict[str, float]:
     product = jax.jit(jnp.matmul)
 
     def taken(x: jax.Array, y: jax.Array) -> float:
-        return seconds(lambda turn: product(x, y).block_until_ready(), 7)
+        return median_seconds(lambda _: product(x, y).block_until_ready(), 7)
 
     return {
         "peak_gflops": 2 * learner_work.MATMUL**3 / taken(square, square) / 1e9,
@@ -114,10 +109,15 @@ def limit(
     prompt: int,
     sharing: int,
 ) -> float:
-    """Tokens per second that no engine of SLOTS rows can pass on this machine.
+    """Tokens per second that no engine of SLOTS rows can exceed on this machine.
 
-    ``total`` parameters, ``body`` of them below the head; every ``sharing`` requests in turn have
-    one prompt of ``prompt`` tokens.
+    Args:
+        rates: See ``measure_machine``.
+        total: Parameters of the model.
+        body: Those below the head.
+        lengths: New tokens of each request.
+        prompt: Tokens of a prompt.
+        sharing: How many consecutive requests share one prompt.
     """
     groups = [lengths[i : i + sharing] for i in range(0, len(lengths), sharing)]
     decode = 2 * total * sum(lengths) / (rates["decode_gflops"] * 1e9)
@@ -129,4 +129,4 @@ def limit(
 
 
 if __name__ == "__main__":
-    run_engine(work)
+    run_program(measure_srpo_engine)

@@ -10,8 +10,9 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import learner_work as shape
-from benchmarks.learner_work import Rows, measure, run_learner
-from models.config import ModelConfig
+from benchmarks.learner_work import RaggedRows, make_rows, measure_updates
+from benchmarks.ours_engine import model_config
+from benchmarks.timing import run_program
 from models.qwen import Qwen
 from srpo_jax.events import Event, Member
 from srpo_jax.learner.batch import EventBatch, build_batch
@@ -35,7 +36,7 @@ def event_sizes(count: int) -> Iterator[int]:
         left, turn = left - size, turn + 1
 
 
-def event_batch(rows: Rows) -> EventBatch:
+def event_batch(rows: RaggedRows) -> EventBatch:
     """The rows as complete events, each with the advantage of its first row."""
     events, advantages, start = [], [], 0
     for turn, size in enumerate(event_sizes(len(rows))):
@@ -57,28 +58,23 @@ def event_batch(rows: Rows) -> EventBatch:
         start += size
     return build_batch(
         events, advantages, micro_batch_rows=MICRO_BATCH_ROWS, sequence_tokens=SEQUENCE_TOKENS,
-        max_tokens=shape.LONGEST_PROMPT + shape.LONGEST_RESPONSE,
+        max_tokens=shape.MAX_PROMPT + shape.MAX_RESPONSE,
     )  # fmt: skip
 
 
 def make_learner() -> Learner:
-    config = ModelConfig(
-        vocab_size=shape.VOCAB, hidden_size=shape.WIDTH, intermediate_size=shape.MLP,
-        num_layers=shape.LAYERS, num_heads=shape.HEADS, num_kv_heads=shape.KV_HEADS,
-        head_dim=shape.HEAD_DIM, rope_theta=shape.ROPE_THETA, rms_norm_eps=shape.NORM_EPS,
-        tie_embeddings=True, qkv_bias=False, qk_norm=True, max_position=SEQUENCE_TOKENS,
-        model_type="qwen3",
-    )  # fmt: skip
     return Learner(
-        Qwen(config, rngs=nnx.Rngs(0)),
+        Qwen(model_config(SEQUENCE_TOKENS), rngs=nnx.Rngs(0)),
         make_optimizer(OptimizerConfig(lr=shape.LEARNING_RATE, warmup_steps=0), 1),
         mesh=make_mesh(1, 1, 1, devices=jax.devices()[:1]),
         settings=LearnerSettings(objective=ObjectiveConfig(), vocab_size=shape.VOCAB, remat="dots"),
     )
 
 
-def work(rows: Rows, steps: int) -> dict[str, float]:
-    learner, batch = make_learner(), event_batch(rows)
+def measure_srpo_learner(rows: int, steps: int) -> dict[str, float]:
+    """Figures of ``measure_updates`` over ``rows`` rows."""
+    work = make_rows(rows)
+    learner, batch = make_learner(), event_batch(work)
 
     def update() -> None:
         (report,) = learner.update([batch])
@@ -88,14 +84,14 @@ def work(rows: Rows, steps: int) -> dict[str, float]:
 
     square = jnp.ones((shape.MATMUL, shape.MATMUL), jnp.float32)
     product = jax.jit(jnp.matmul)
-    return measure(
+    return measure_updates(
         update,
         lambda: product(square, square).block_until_ready(),
         parameters=sum(x.size for x in jax.tree.leaves(learner.params)),
-        tokens=rows.real_tokens,
+        tokens=work.real_tokens,
         steps=steps,
     )
 
 
 if __name__ == "__main__":
-    run_learner(work)
+    run_program(measure_srpo_learner)

@@ -1,17 +1,16 @@
 """Times a whole decode step of the engine with and without top-p.
 
-Random float32 weights of a published shape, every row at the start of its response, bursts with and
-without top-p in turn. The last line is JSON: plain_ms and top_p_ms (medians, of one step), and
-ratio (median over the pairs, top-p over plain).
+Random float32 weights of a published shape, every row at the start of its response, dispatches
+with and without top-p interleaved. The last line is JSON: plain_ms and top_p_ms (medians, of
+one step), and ratio (median over the pairs, top-p over plain).
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-import time
 
-from benchmarks.learner import positive
+from benchmarks.harness import positive
+from benchmarks.timing import elapsed, print_json
 from launch.cli import Parser, entry
 
 
@@ -22,9 +21,9 @@ def main(argv: list[str] | None = None) -> int:
         help="hub name whose shape is taken; nothing is downloaded (default: Qwen/Qwen3-0.6B)",
     )  # fmt: skip
     parser.add_argument("--rows", type=positive, default=32, help="requests at once (default: 32)")
-    parser.add_argument("--steps", type=positive, default=8, help="of one burst (default: 8)")
+    parser.add_argument("--steps", type=positive, default=8, help="of one dispatch (default: 8)")
     parser.add_argument(
-        "--pairs", type=positive, default=5, help="timed pairs of bursts (default: 5)"
+        "--pairs", type=positive, default=5, help="timed pairs of dispatches (default: 5)"
     )
     parser.add_argument("--top-p", type=float, default=0.95, help="(default: 0.95)")
     args = parser.parse_args(argv)
@@ -49,9 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         requests = [
             Request([row], request_key(row), args.steps, top_p=top_p) for row in range(args.rows)
         ]
-        started = time.perf_counter()
-        engine.run(requests)
-        return 1e3 * (time.perf_counter() - started) / args.steps
+        return 1e3 * elapsed(lambda: engine.run(requests)) / args.steps
 
     step_ms(1.0), step_ms(args.top_p)  # compiles
     pairs = [(step_ms(1.0), step_ms(args.top_p)) for _ in range(args.pairs)]
@@ -60,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         "plain_ms": plain, "top_p_ms": cut,
         "ratio": statistics.median(cut / plain for plain, cut in pairs),
     }  # fmt: skip
-    print(json.dumps({name: round(value, 3) for name, value in found.items()}), flush=True)
+    print_json({name: round(value, 3) for name, value in found.items()})
     return 0
 
 

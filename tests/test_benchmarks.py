@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks import learner, learner_work, objective, peer_environments
-from benchmarks.learner import OURS
-from benchmarks.learner_work import make_rows, measure
+from benchmarks import harness, learner, objective, peer_environments, timing
+from benchmarks.harness import OURS
+from benchmarks.learner_work import make_rows, measure_updates
 from benchmarks.ours_learner import event_batch, event_sizes
 from benchmarks.peer_environments import PeerError, peer_python
 from launch.cli import entry
@@ -72,10 +72,10 @@ def test_steps_are_timed_with_the_peak_between_them(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(learner_work.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
     step = worker("step", iter([100.0, 4.0, 2.0, 9.0]))  # the first compiles
     product = worker("matmul", iter([50.0] + [0.1] * 5 + [0.3] * 5 + [0.2] * 5))
-    found = measure(step, product, parameters=1000, tokens=60, steps=3)
+    found = measure_updates(step, product, parameters=1000, tokens=60, steps=3)
     assert order == ["step", "matmul"] + (["matmul"] * 5 + ["step"]) * 3
     assert found["seconds"] == pytest.approx(4)
     assert found["tokens_per_second"] == pytest.approx(15)
@@ -88,27 +88,58 @@ def test_steps_are_timed_with_the_peak_between_them(monkeypatch):
 # ---- what the driver makes of it -----------------------------------------------------------------
 
 
-def test_figures_are_on_the_last_line():
-    printed = "a warning\n{}\n" + json.dumps(figures(7) | {"tokens": 3}) + "\n"
-    assert learner.read_figures("tunix", printed) == figures(7)
+def test_figures_are_on_the_last_line(tmp_path):
+    printed = json.dumps(figures(7) | {"tokens": 3})
+    python = script(tmp_path / "python", f"echo a warning; echo '{{}}'; echo '{printed}'")
+    assert harness.run_peer("tunix", python, "m", read=learner.read_figures) == figures(7)
 
 
 @pytest.mark.parametrize("printed", ["", "done", "3", '{"seconds": 1}', "[1]"])
-def test_a_program_without_figures_is_an_error(printed):
+def test_a_program_without_figures_is_an_error(printed, tmp_path):
+    python = script(tmp_path / "python", f"echo '{printed}'")
     with pytest.raises(PeerError, match=r"^torch: the last line") as error:
-        learner.read_figures("torch", printed)
+        harness.run_peer("torch", python, "m", read=learner.read_figures)
     assert error.value.output == printed
+
+
+def test_a_program_gets_its_options_and_no_accelerator(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    seen = '{\\"said\\": \\"$* $JAX_PLATFORMS [$CUDA_VISIBLE_DEVICES] [$PYTHONPATH] $(cat)\\"}'
+    python = script(tmp_path / "python", f'echo "{seen}"')
+    found = harness.run_peer(
+        "x", python, "m", {"rows": 3, "steps": 1}, read=lambda value: value["said"], stdin="work"
+    )
+    assert found == "-m m --rows 3 --steps 1 cpu [] [] work"
+
+
+def test_work_is_timed_after_its_warm_up(monkeypatch):
+    clock, order, programs = [0.0], [], [0]
+
+    def work(number):
+        order.append(number)
+        clock[0] += {0: 100.0, 1: 1.0, 2: 9.0, 3: 4.0}[number]
+        programs[0] += {0: 5, 1: 0, 2: 2, 3: 0}[number]
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    assert timing.time_work(work, 3, lambda: programs[0]) == (4.0, 2)
+    assert order == [0, 1, 2, 3]
+
+
+def test_a_measured_program_prints_its_figures_last(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["program", "--steps", "2", "--rows", "16"])
+    timing.run_program(lambda rows, steps: {"rows": rows, "steps": steps})
+    assert capsys.readouterr().out == '{"rows": 16, "steps": 2}\n'
 
 
 def test_medians_are_taken_of_each_figure():
     runs = [figures(1, seconds=9), figures(5, seconds=1), figures(4, seconds=2)]
-    assert learner.medians(runs) == figures(4, seconds=2)
+    assert harness.medians(runs) == figures(4, seconds=2)
 
 
 def test_the_table_compares_with_ours():
     found = {OURS: figures(600, peak_gib=2.25), "tunix": figures(200, seconds=24.7)}
     console = Console(file=io.StringIO(), width=120)
-    console.print(learner.results_table(found))
+    console.print(learner.learner_table(found))
     lines = [line.split("│")[1:-1] for line in console.file.getvalue().splitlines() if "│" in line]
     assert [[cell.strip() for cell in line] for line in lines] == [
         [OURS, "600", "0.50", "2.2", "2.00", ""],
@@ -127,13 +158,14 @@ def test_growth_of_memory_is_judged(larger, said):
 def test_learners_take_turns_and_the_last_line_is_json(monkeypatch, capsys):
     order = []
 
-    def run(name, python, rows, steps):
+    def run(name, python, module, options, read):
+        rows, steps = options["rows"], options["steps"]
         order.append((name, rows, steps))
         speed = {OURS: 600 + 100 * len(order), "torch": 200}[name]  # ours: 700, 900, 1100
         return figures(speed, peak_gib=4.0 if rows == 16 else 4.1)
 
-    monkeypatch.setattr(learner, "run_learner", run)
-    monkeypatch.setattr(learner, "peer_python", lambda name, say: Path(name))
+    monkeypatch.setattr(harness, "run_peer", run)
+    monkeypatch.setattr(harness, "peer_python", lambda name, say: Path(name))
     options = ["--skip", "tunix", "--rounds", "3", "--steps", "2", "--batch-factor", "4"]
     assert learner.main(options) == 0
     assert order == [(OURS, 16, 2), ("torch", 16, 2)] * 3 + [(OURS, 64, 1)]
@@ -147,8 +179,8 @@ def test_learners_take_turns_and_the_last_line_is_json(monkeypatch, capsys):
 def test_a_peer_that_fails_is_one_line_after_its_output(monkeypatch, capsys, tmp_path):
     lines = "; ".join(f"echo line {i} >&2" for i in range(40))
     broken = script(tmp_path / "python", f"{lines}; exit 3")
-    monkeypatch.setattr(learner, "peer_python", lambda name, say: broken)
-    monkeypatch.setattr(learner.sys, "executable", str(broken))
+    monkeypatch.setattr(harness, "peer_python", lambda name, say: broken)
+    monkeypatch.setattr(harness.sys, "executable", str(broken))
     with pytest.raises(SystemExit) as exit_:
         entry(lambda: learner.main([]))
     assert exit_.value.code == 2

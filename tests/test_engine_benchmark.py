@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import engine, engine_work, sampling
-from benchmarks.engine import OURS
+from benchmarks import engine, engine_work, harness, sampling
+from benchmarks.harness import OURS
 from benchmarks.ours_engine import KV_BYTES, limit
 from benchmarks.peer_environments import PeerError
 
@@ -41,8 +41,8 @@ def test_the_limit_by_hand():
 
 def test_the_last_line(monkeypatch, capsys):
     speeds = {OURS: ours(), "tunix": {"uniform": 450.0, "workload": 100.0}}
-    monkeypatch.setattr(engine, "run_program", lambda name, python, repeats: speeds[name])
-    monkeypatch.setattr(engine, "peer_python", lambda name, say: Path(name))
+    monkeypatch.setattr(harness, "run_peer", lambda name, *options, read: read(speeds[name]))
+    monkeypatch.setattr(harness, "peer_python", lambda name, say: Path(name))
     assert engine.main(["--skip", "transformers"]) == 0
     printed = capsys.readouterr().out
     assert json.loads(printed.splitlines()[-1]) == {
@@ -58,7 +58,7 @@ def test_a_program_that_fails(tmp_path, body, said):
     program.write_text(f"#!/bin/sh\n{body}\n")
     program.chmod(0o755)
     with pytest.raises(PeerError, match=said):
-        engine.run_program("tunix", program, 1)
+        harness.run_peer("tunix", program, "a.module", {"repeats": 1}, read=engine.read_figures)
 
 
 def test_the_figures_of_a_decode_step(capsys):

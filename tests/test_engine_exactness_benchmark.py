@@ -16,7 +16,7 @@ from tests.learner_cases import tiny_model
 
 @pytest.fixture(scope="module")
 def model():
-    qwen = tiny_model(max_position=exactness.LENGTH)
+    qwen = tiny_model(max_position=exactness.MAX_TOKENS)
     return exactness.Model(qwen.config, *split_params(qwen), qwen.config.vocab_size)
 
 
@@ -88,7 +88,7 @@ def test_a_whole_run(model):
         Request(prompt, request_key(1, i), 6, temperature=float(i != 2))
         for i, prompt in enumerate(prompts)
     ]
-    report, found = exactness.measure(model, requests, say=lambda line: None)
+    report, found = exactness.measure_exactness(model, requests, say=lambda line: None)
     runs, against, line = report.renderables
     assert runs.row_count == 5 and against.row_count == 2 and line.startswith("0 bits")
     assert list(found) == [

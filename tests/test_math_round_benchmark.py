@@ -13,9 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import math_round
+from benchmarks import harness, math_round
 from benchmarks.math_round import Speed
 from benchmarks.peer_environments import PeerError
+from benchmarks.round_times import PARTS, measure_round, run_round
 from launch.cli import exit_code
 from srpo_jax.run.build import build_parts
 from tests.run_cases import GROUP, TASKS_PER_STEP, noisy_reward, tiny_recipe
@@ -37,11 +38,11 @@ def recipe(tmp_path_factory):
 @pytest.fixture(scope="module")
 def parts(recipe):
     parts = build_parts(recipe, reward=noisy_reward)
-    math_round.run_round(parts, 0)
+    run_round(parts, 0)
     return parts
 
 
-@pytest.mark.parametrize("part", math_round.PARTS)
+@pytest.mark.parametrize("part", PARTS)
 def test_a_delay_is_counted_where_it_is(parts, monkeypatch, part):
     """Each delayed call adds its DELAY to its part and to no other."""
     calls = []
@@ -54,7 +55,7 @@ def test_a_delay_is_counted_where_it_is(parts, monkeypatch, part):
 
         return call
 
-    fast = math_round.measure_round(parts, 1)
+    fast = measure_round(parts, 1)
     if part == "host":
         monkeypatch.setattr(parts.tokenizer, "decode", delayed(parts.tokenizer.decode))
     elif part == "grading":
@@ -65,28 +66,28 @@ def test_a_delay_is_counted_where_it_is(parts, monkeypatch, part):
         slow_program = delayed(program)
         slow_program._cache_size = program._cache_size
         monkeypatch.setattr(parts.engine, f"_{part}", slow_program)
-    slow = math_round.measure_round(parts, 1)
+    slow = measure_round(parts, 1)
     added = DELAY * len(calls)
     assert calls and slow.seconds[part] >= added
-    for other in set(math_round.PARTS) - {part}:
+    for other in set(PARTS) - {part}:
         assert slow.seconds[other] < fast.seconds[other] + added / 2
     assert sum(slow.shares.values()) == pytest.approx(1)
 
 
 def test_a_round_is_a_step_of_training(parts):
-    measured = math_round.measure_round(parts, 2)
+    measured = measure_round(parts, 2)
     members = [m for r in measured.results for m in r.team.members.values()]
     assert len(measured.results) == TASKS_PER_STEP * GROUP
     assert sorted(r.prompt_ids for r in measured.requests) == sorted(m.prompt_ids for m in members)
     assert measured.counts["decode_tokens"] == sum(len(m.response_ids) for m in members)
     assert measured.counts["prompt_tokens"] == sum(len(m.prompt_ids) for m in members)
-    again = math_round.run_round(parts, 2)  # the same texts, no longer watched
+    again = run_round(parts, 2)  # the same texts, no longer watched
     assert [r.outcome.response for r in again] == [r.outcome.response for r in measured.results]
     assert not {"submit", "step"} & vars(parts.engine).keys()
 
 
 def test_the_batch_draws_the_texts_of_the_round(parts):
-    measured = math_round.measure_round(parts, 1)
+    measured = measure_round(parts, 1)
     members = [m for r in measured.results for m in r.team.members.values()]
     before = parts.engine.stats["prefill_tokens"]
     speed = math_round.engine_speed(parts, measured.requests, 2)
@@ -101,7 +102,7 @@ def test_the_batch_draws_the_texts_of_the_round(parts):
 
 def test_the_last_line(recipe, monkeypatch, capsys):
     monkeypatch.setattr(math_round, "round_recipe", lambda *asked: recipe)
-    monkeypatch.setattr(math_round, "peer_python", lambda name, say: Path(name))
+    monkeypatch.setattr(harness, "peer_python", lambda name, say: Path(name))
     monkeypatch.setattr(
         math_round, "transformers_speed", lambda *work: Speed([40.0, 10.0, 20.0], [1000, 1001])
     )

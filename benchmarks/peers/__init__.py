@@ -1,2 +1,2 @@
 """One program for each peer; it runs in that peer's environment and imports nothing of ours but
-``benchmarks.learner_work``."""
+``benchmarks.timing`` and the work of the benchmark."""

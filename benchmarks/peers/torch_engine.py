@@ -6,10 +6,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import engine_work, learner_work
-from benchmarks.engine_work import run_engine, seconds
+from benchmarks.timing import median_seconds, run_program
 
 
-def work(repeats: int) -> dict[str, float]:
+def measure_transformers_engine(repeats: int) -> dict[str, float]:
     torch.manual_seed(0)
     config = Qwen3Config(
         num_hidden_layers=learner_work.LAYERS, vocab_size=learner_work.VOCAB,
@@ -22,16 +22,16 @@ def work(repeats: int) -> dict[str, float]:
     model = Qwen3ForCausalLM(config).eval()
     model.generation_config.eos_token_id = None
 
-    def generate(turn: int) -> None:
-        tokens = torch.tensor(engine_work.uniform_prompts(turn))
+    def generate(number: int) -> None:
+        tokens = torch.tensor(engine_work.uniform_prompts(number))
         with torch.inference_mode():
             model.generate(
                 tokens, attention_mask=torch.ones_like(tokens), do_sample=True, temperature=1.0,
-                top_k=0, top_p=1.0, max_new_tokens=engine_work.NEW if turn else 4,
+                top_k=0, top_p=1.0, max_new_tokens=engine_work.NEW if number else 4,
             )  # fmt: skip
 
-    return {"uniform": engine_work.ROWS * engine_work.NEW / seconds(generate, repeats)}
+    return {"uniform": engine_work.ROWS * engine_work.NEW / median_seconds(generate, repeats)}
 
 
 if __name__ == "__main__":
-    run_engine(work)
+    run_program(measure_transformers_engine)

@@ -6,11 +6,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import learner_work as shape
-from benchmarks.learner_work import Rows, measure, run_learner
+from benchmarks.learner_work import RaggedRows, make_rows, measure_updates
+from benchmarks.timing import run_program
 
 
-def padded(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[R, L] token ids, attention mask, and mask of the response tokens, rows flush left."""
+def right_padded(rows: RaggedRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[R, L] token ids, attention mask, and mask of the response tokens, rows left-aligned."""
     longest = max(len(p) + len(r) for p, r in zip(rows.prompts, rows.responses, strict=True))
     tokens, attention, response_mask = torch.zeros(3, len(rows), longest, dtype=torch.long)
     for i, (prompt, response) in enumerate(zip(rows.prompts, rows.responses, strict=True)):
@@ -22,7 +23,8 @@ def padded(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tokens, attention, response_mask
 
 
-def work(rows: Rows, steps: int) -> dict[str, float]:
+def measure_transformers_learner(rows: int, steps: int) -> dict[str, float]:
+    work = make_rows(rows)
     torch.manual_seed(0)
     config = Qwen3Config(
         num_hidden_layers=shape.LAYERS, vocab_size=shape.VOCAB, hidden_size=shape.WIDTH,
@@ -33,8 +35,8 @@ def work(rows: Rows, steps: int) -> dict[str, float]:
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=shape.LEARNING_RATE)
-    tokens, attention, response_mask = padded(rows)
-    advantages = torch.from_numpy(rows.advantages)[:, None]
+    tokens, attention, response_mask = right_padded(work)
+    advantages = torch.from_numpy(work.advantages)[:, None]
 
     def update() -> float:
         optimizer.zero_grad()
@@ -50,14 +52,14 @@ def work(rows: Rows, steps: int) -> dict[str, float]:
         return loss.item()
 
     square = torch.ones(shape.MATMUL, shape.MATMUL)
-    return measure(
+    return measure_updates(
         update,
         lambda: square @ square,
         parameters=sum(p.numel() for p in model.parameters()),
-        tokens=rows.real_tokens,
+        tokens=work.real_tokens,
         steps=steps,
     )
 
 
 if __name__ == "__main__":
-    run_learner(work)
+    run_program(measure_transformers_learner)

@@ -15,6 +15,8 @@ import time
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.timing import print_json
+
 
 def generate(model: torch.nn.Module, work: dict, lengths: list[int], stops: bool) -> list[int]:
     """The lengths of all responses: those asked for, or with ``stops`` up to the first stop id.
@@ -73,7 +75,7 @@ def main() -> None:
         start = time.perf_counter()
         drawn = generate(model, work, work["lengths"], stops=False)
         speeds.append(sum(drawn) / (time.perf_counter() - start))
-    print(json.dumps({"tokens_per_second": speeds, "lengths": own}), flush=True)
+    print_json({"tokens_per_second": speeds, "lengths": own})
 
 
 if __name__ == "__main__":

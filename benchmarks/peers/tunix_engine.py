@@ -13,7 +13,7 @@ from tunix.generate.sampler import CacheConfig, Sampler
 from tunix.models.qwen3.model import ModelConfig, Qwen3
 
 from benchmarks import engine_work, learner_work
-from benchmarks.engine_work import run_engine, seconds
+from benchmarks.timing import median_seconds, run_program
 
 ROUND = 64
 
@@ -43,7 +43,7 @@ class Ids:
         return ids
 
 
-def work(repeats: int) -> dict[str, float]:
+def measure_tunix_engine(repeats: int) -> dict[str, float]:
     config = ModelConfig(
         num_layers=learner_work.LAYERS, vocab_size=learner_work.VOCAB,
         embed_dim=learner_work.WIDTH, hidden_dim=learner_work.MLP,
@@ -69,27 +69,27 @@ def work(repeats: int) -> dict[str, float]:
 
     prompt, new, rows = engine_work.PROMPT, engine_work.NEW, engine_work.ROWS
     engine = sampler(prompt + new)
-    uniform = seconds(
-        lambda turn: generate(engine, engine_work.uniform_prompts(turn), new, prompt), repeats
+    uniform = median_seconds(
+        lambda number: generate(engine, engine_work.uniform_prompts(number), new, prompt), repeats
     )
     prompts, lengths = engine_work.ragged_requests()
     prompt = engine_work.TASK_PROMPT
-    engine = sampler(-(-(prompt + engine_work.LONGEST) // 512) * 512)
+    engine = sampler(-(-(prompt + engine_work.MAX_NEW) // 512) * 512)
 
     longest = [
         -(-max(lengths[i : i + rows]) // ROUND) * ROUND for i in range(0, len(lengths), rows)
     ]
 
-    def ragged(turn: int) -> None:
+    def ragged(number: int) -> None:
         for i, new in enumerate(longest):
-            if turn or new not in longest[:i]:  # every shape once in the first turn
+            if number or new not in longest[:i]:  # every shape once in the warm-up
                 generate(engine, prompts[i * rows : (i + 1) * rows], new, prompt)
 
     return {
         "uniform": rows * new / uniform,
-        "workload": sum(lengths) / seconds(ragged, max(1, repeats // 3)),
+        "workload": sum(lengths) / median_seconds(ragged, max(1, repeats // 3)),
     }
 
 
 if __name__ == "__main__":
-    run_engine(work)
+    run_program(measure_tunix_engine)

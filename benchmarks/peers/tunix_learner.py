@@ -16,18 +16,19 @@ from tunix.models.qwen3.model import ModelConfig, Qwen3
 from tunix.rl import algo_core
 
 from benchmarks import learner_work as shape
-from benchmarks.learner_work import Rows, measure, run_learner
+from benchmarks.learner_work import RaggedRows, make_rows, measure_updates
+from benchmarks.timing import run_program
 
 PAD, EOS = 0, 2  # no row holds an id below 10
 
 
-def padded(rows: Rows) -> SimpleNamespace:
-    """What the loss reads: prompts flush right, completions flush left, and their masks."""
+def grpo_inputs(rows: RaggedRows) -> SimpleNamespace:
+    """What the loss reads: prompts right-aligned, completions left-aligned, and their masks."""
     size = len(rows)
-    prompts = np.full((size, shape.LONGEST_PROMPT), PAD, np.int32)
-    completions = np.full((size, shape.LONGEST_RESPONSE), PAD, np.int32)
+    prompts = np.full((size, shape.MAX_PROMPT), PAD, np.int32)
+    completions = np.full((size, shape.MAX_RESPONSE), PAD, np.int32)
     for i, (prompt, response) in enumerate(zip(rows.prompts, rows.responses, strict=True)):
-        prompts[i, shape.LONGEST_PROMPT - len(prompt) :] = prompt
+        prompts[i, shape.MAX_PROMPT - len(prompt) :] = prompt
         completions[i, : len(response)] = response
     return SimpleNamespace(
         prompt_ids=jnp.asarray(prompts),
@@ -35,12 +36,13 @@ def padded(rows: Rows) -> SimpleNamespace:
         completion_ids=jnp.asarray(completions),
         completion_mask=jnp.asarray(completions != PAD, jnp.int32),
         advantages=jnp.asarray(rows.advantages),
-        old_per_token_logps=None,  # on policy: the loss takes its own log-probs, held
+        old_per_token_logps=None,  # on policy: the loss takes stop-gradient of its own log-probs
         ref_per_token_logps=None,
     )
 
 
-def work(rows: Rows, steps: int) -> dict[str, float]:
+def measure_tunix_learner(rows: int, steps: int) -> dict[str, float]:
+    work = make_rows(rows)
     config = ModelConfig(
         num_layers=shape.LAYERS, vocab_size=shape.VOCAB, embed_dim=shape.WIDTH,
         hidden_dim=shape.MLP, num_heads=shape.HEADS, head_dim=shape.HEAD_DIM,
@@ -53,7 +55,7 @@ def work(rows: Rows, steps: int) -> dict[str, float]:
     )  # fmt: skip
     model = Qwen3(config, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(shape.LEARNING_RATE), wrt=nnx.Param)
-    batch = padded(rows)
+    batch = grpo_inputs(work)
 
     @nnx.jit(donate_argnums=(0, 1))
     def update(model, optimizer):
@@ -66,14 +68,14 @@ def work(rows: Rows, steps: int) -> dict[str, float]:
 
     square = jnp.ones((shape.MATMUL, shape.MATMUL), jnp.float32)
     product = jax.jit(jnp.matmul)
-    return measure(
+    return measure_updates(
         lambda: float(update(model, optimizer)),
         lambda: product(square, square).block_until_ready(),
         parameters=sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))),
-        tokens=rows.real_tokens,
+        tokens=work.real_tokens,
         steps=steps,
     )
 
 
 if __name__ == "__main__":
-    run_learner(work)
+    run_program(measure_tunix_learner)
