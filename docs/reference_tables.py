@@ -5,6 +5,7 @@ A page asks for a table with a comment of its own line, for instance ``<!-- tabl
 
 from __future__ import annotations
 
+import html
 import inspect
 import re
 import typing
@@ -43,10 +44,10 @@ def presets() -> str:
         defaults = {field.name: field.default for field in fields(config)}
         changed = [n for n in defaults if any(n in preset[half] for preset in PRESETS.values())]
         rows = [
-            [f"`{name}`", *(_code(preset[half].get(key, defaults[key])) for key in changed)]
+            [_name(name), *(_code(preset[half].get(key, defaults[key])) for key in changed)]
             for name, preset in PRESETS.items()
         ]
-        blocks.append(f"### {title}\n\n" + _table(["preset", *changed], rows))
+        blocks.append(f"## {title}\n\n" + _table(["preset", *changed], rows))
     return "\n\n".join(blocks)
 
 
@@ -54,7 +55,7 @@ def metrics() -> str:
     """Every logged figure with its unit and meaning."""
     from srpo_jax.run.metric_names import METRICS
 
-    rows = [[f"`{metric.name}`", metric.unit, metric.meaning] for metric in METRICS]
+    rows = [[_name(metric.name), metric.unit, metric.meaning] for metric in METRICS]
     return _table(["name", "unit", "meaning"], rows)
 
 
@@ -67,7 +68,7 @@ def _section(model: type[BaseModel], path: str) -> Iterator[str]:
         inner += [(sub, f"{key}.NAME." if repeated else f"{key}.") for sub in own]
         default = "required" if field.is_required() else _default(field)
         kind = typing.Annotated[field.annotation, *field.metadata, None]
-        rows.append([f"`{key}`", _type(kind), default])
+        rows.append([_name(key), _type(kind), default])
     title = path.removesuffix(".") or "The recipe"
     yield f"## {title}\n\n{inspect.getdoc(model)}\n\n" + _table(["key", "type", "default"], rows)
     for sub, where in inner:
@@ -115,6 +116,11 @@ def _type(annotation: Any) -> str:
     return {"str": "text", "int": "integer", "float": "number", "bool": "true, false"}[
         annotation.__name__
     ]
+
+
+def _name(name: str) -> str:
+    """A name as code, which a narrow screen breaks after its separators alone."""
+    return "<code>" + re.sub(r"([./_])", r"\1<wbr>", html.escape(name)) + "</code>"
 
 
 def _code(value: Any) -> str:

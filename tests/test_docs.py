@@ -26,6 +26,13 @@ def test_the_readme_shows_the_example_team_as_it_is():
     assert (EXAMPLES / "adders.py").read_text().strip() in (ROOT / "README.md").read_text()
 
 
+def test_the_tutorial_includes_every_example():
+    """In the spelling that the page's extension reads; a line that it does not read is shown."""
+    tutorial = (ROOT / "docs" / "tutorial.md").read_text().splitlines()
+    for example in sorted(EXAMPLES.glob("*.*")):
+        assert f'--8<-- "docs/examples/{example.name}"' in tutorial
+
+
 def test_the_example_trains(tmp_path, monkeypatch):
     """On all devices: the other whole runs of the tests use one."""
     monkeypatch.chdir(ROOT)
