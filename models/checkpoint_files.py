@@ -34,12 +34,20 @@ SIDE_FILES = (
     "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
     "generation_config.json",
 )  # fmt: skip
-GGUF = "a GGUF file, which is not read here: a folder with config.json and safetensors is due"
+GGUF = "a GGUF file, which is not read here: it must be a folder with config.json and safetensors"
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a safetensors file; ``start`` is its first byte within the file."""
+    """One tensor of a safetensors file.
+
+    Attributes:
+        name: In the file.
+        file: The file.
+        dtype: As it is stored.
+        shape: Its axes.
+        start: Its first byte within the file.
+    """
 
     name: str
     file: Path
@@ -56,7 +64,15 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class TensorToWrite:
-    """One tensor to be written; ``read`` is called when its turn comes."""
+    """One tensor to be written.
+
+    Attributes:
+        name: In the file.
+        dtype: Of the file.
+        shape: Its axes.
+        read: Returns the values; called when they are written, so that one tensor at a time is
+            in memory.
+    """
 
     name: str
     dtype: np.dtype
@@ -68,12 +84,12 @@ class TensorToWrite:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def check_file(path: Path) -> None:
+def check_checkpoint_file(path: Path) -> None:
     """Opens a file of a checkpoint and looks at its first bytes.
 
     Raises:
-      CheckpointError: there is no such file (or only a link to none), it is a folder or may not be
-        read, or it is the git-lfs pointer to a file that was never fetched.
+        CheckpointError: There is no such file (or only a link to none), it is a folder or may not
+            be read, or it is the git-lfs pointer to a file that was never fetched.
     """
     try:
         with path.open("rb") as file:
@@ -94,8 +110,12 @@ def why_unreadable(path: Path, error: OSError) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file. Raises CheckpointError where it cannot be read, see ``check_file``."""
-    check_file(path)
+    """The text of a file.
+
+    Raises:
+        CheckpointError: It cannot be read (see ``check_checkpoint_file``) or is not UTF-8.
+    """
+    check_checkpoint_file(path)
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -106,7 +126,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
     Raises:
-      CheckpointError: the file cannot be read (see ``check_file``) or holds no JSON object.
+        CheckpointError: The file cannot be read (see ``read_text``) or holds no JSON object.
     """
     text = read_text(path)
     try:
@@ -122,7 +142,7 @@ def read_config(folder: Path) -> ModelConfig:
     """The architecture that a folder's ``config.json`` declares.
 
     Raises:
-      CheckpointError: no such file, or one that declares what cannot be loaded.
+        CheckpointError: No such file, or one that declares what cannot be loaded.
     """
     path = folder / "config.json"
     if not os.path.lexists(path) and (files := sorted(folder.glob("*.gguf"))):
@@ -143,8 +163,8 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
     ignored. Without one, ``model.safetensors`` is read.
 
     Raises:
-      CheckpointError: no safetensors, a missing shard, a tensor that the index and its file
-        disagree about, or a damaged file.
+        CheckpointError: No safetensors, a missing shard, a tensor that the index and its file
+            disagree about, or a damaged file.
     """
     present = {path.name for path in folder.glob("*.safetensors")}
     if os.path.lexists(folder / INDEX_NAME):
@@ -161,7 +181,11 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def stored_dtypes(folder: Path) -> dict[str, np.dtype]:
-    """The dtype of every tensor of a checkpoint, by name. Raises CheckpointError."""
+    """The dtype of every tensor of a checkpoint, by name.
+
+    Raises:
+        CheckpointError: See ``list_tensors``.
+    """
     return {name: tensor.dtype for name, tensor in list_tensors(folder).items()}
 
 
@@ -192,10 +216,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file.
 
     Raises:
-      CheckpointError: the header is damaged, a tensor's dtype is not a float that can be read, its
-        byte count does not fit its shape, or the file ends before the tensor does.
+        CheckpointError: The header is damaged, a tensor's dtype is not a float that can be read,
+            its byte count does not fit its shape, or the file ends before the tensor does.
     """
-    check_file(path)
+    check_checkpoint_file(path)
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -232,16 +256,22 @@ def _entry(name: str, entry: Mapping[str, Any]) -> tuple[str, str, tuple[int, ..
     begin, end = entry["data_offsets"]
     counts = [*entry["shape"], begin, end]
     if not all(type(count) is int and count >= 0 for count in counts):
-        raise ValueError("whole numbers from 0 on are due")
+        raise ValueError("sizes and offsets must be integers from 0")
     return name, str(entry["dtype"]), tuple(counts[:-2]), begin, end
 
 
 def write_tensors(folder: Path, tensors: list[TensorToWrite], max_shard_bytes: int) -> None:
-    """Writes ``model.safetensors``, or numbered shards with an index when it would be too large."""
+    """Writes ``model.safetensors``, or numbered shards with an index where that would be too large.
+
+    Args:
+        folder: An existing folder.
+        tensors: In the order of the files.
+        max_shard_bytes: Of one file, unless a single tensor is larger.
+    """
     shards: list[list[TensorToWrite]] = [[]]
     for tensor in tensors:
-        filled = sum(other.nbytes for other in shards[-1])
-        if shards[-1] and filled + tensor.nbytes > max_shard_bytes:
+        size = sum(other.nbytes for other in shards[-1])
+        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
             shards.append([])
         shards[-1].append(tensor)
     if len(shards) == 1:
@@ -254,10 +284,10 @@ def write_tensors(folder: Path, tensors: list[TensorToWrite], max_shard_bytes: i
         weight_map.update((tensor.name, name) for tensor in shard)
     total = sum(tensor.nbytes for tensor in tensors)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    write_json(folder / INDEX_NAME, index)
+    write_checkpoint_json(folder / INDEX_NAME, index)
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_checkpoint_json(path: Path, value: Mapping[str, Any]) -> None:
     """Writes one JSON object, indented, with a final newline."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -17,7 +17,6 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
 }
 
-
 # No published decoder comes near these; what exceeds them would only fill the memory.
 MAX_LAYERS, MAX_SIZE, MAX_POSITIONS = 4096, 2**24, 2**31
 
@@ -32,8 +31,26 @@ class CheckpointError(ValueError):
 class ModelConfig:
     """Shapes and constants of a dense Qwen2.5, Qwen3 or Llama decoder.
 
-    ``vocab_size`` counts embedding rows, which may exceed the tokenizer's length. End-of-sequence
-    ids belong to :class:`models.tokenizer.ChatTokenizer`.
+    Attributes:
+        vocab_size: Embedding rows, which may exceed the ids that the tokenizer knows.
+        hidden_size: Width of the residual stream.
+        intermediate_size: Inner width of the MLP.
+        num_layers: Decoder layers.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads; a divisor of ``num_heads``.
+        head_dim: Width of a head; even.
+        rope_theta: Base of the rotary embedding.
+        rms_norm_eps: Added to the mean square.
+        tie_embeddings: Whether the head is the transposed embedding.
+        qkv_bias: Whether query, key and value projections have a bias (Qwen2).
+        qk_norm: Whether queries and keys are normalised in each head (Qwen3).
+        max_position: Longest sequence that the checkpoint declares, in tokens.
+        model_type: A key of ARCHITECTURES.
+
+    Raises:
+        CheckpointError: An unknown ``model_type``, or sizes that do not fit each other.
+
+    End-of-sequence ids belong to ``models.tokenizer.ChatTokenizer``.
     """
 
     vocab_size: int
@@ -56,11 +73,13 @@ class ModelConfig:
             raise CheckpointError(_unknown_model_type(self.model_type))
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
-                f"num_attention_heads ({self.num_heads}) is not a multiple of "
-                f"num_key_value_heads ({self.num_kv_heads})"
+                f"num_attention_heads must be a multiple of num_key_value_heads "
+                f"({self.num_kv_heads}), got {self.num_heads}"
             )
         if self.head_dim % 2:
-            raise CheckpointError(f"head_dim must be even for rotary embeddings: {self.head_dim}")
+            raise CheckpointError(
+                f"head_dim must be even for rotary embeddings, got {self.head_dim}"
+            )
 
     def inverse_frequencies(self) -> np.ndarray:
         """Rotary inverse frequencies, float32 [head_dim / 2]."""
@@ -71,9 +90,12 @@ class ModelConfig:
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Reads the contents of a ``config.json``.
 
+        Args:
+            config: Its fields.
+
         Raises:
-          CheckpointError: an unsupported model type or variant, or a missing field; ``rope_theta``
-            in particular has no default.
+            CheckpointError: An unsupported model type or variant, or a missing field;
+                ``rope_theta`` in particular has no default.
         """
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
@@ -88,8 +110,8 @@ class ModelConfig:
             raise CheckpointError("head_dim missing (Qwen3 does not derive it)")
         elif hidden_size % num_heads:
             raise CheckpointError(
-                f"hidden_size ({hidden_size}) is not a multiple of num_attention_heads "
-                f"({num_heads}), and head_dim is not given"
+                f"hidden_size must be a multiple of num_attention_heads ({num_heads}) where "
+                f"head_dim is not given, got {hidden_size}"
             )
         else:
             head_dim = hidden_size // num_heads
@@ -151,7 +173,7 @@ def _size(config: Mapping[str, Any], key: str, largest: int = MAX_SIZE) -> int:
     value = _required(config, key)
     if type(value) is not int or not 1 <= value <= largest:
         shown = reprlib.repr(value)
-        raise CheckpointError(f"{key}: a whole number from 1 to {largest} is due, got {shown}")
+        raise CheckpointError(f"{key} must be an integer from 1 to {largest}, got {shown}")
     return value
 
 
@@ -161,20 +183,20 @@ def _positive(value: Any, name: str) -> float:
             return float(value)
         except OverflowError:  # a whole number of more than 308 digits
             pass
-    raise CheckpointError(f"{name}: a positive number is due, got {reprlib.repr(value)}")
+    raise CheckpointError(f"{name} must be a positive number, got {reprlib.repr(value)}")
 
 
 def _switch(config: Mapping[str, Any], key: str) -> bool:
     value = config.get(key)
     if value is not None and type(value) is not bool:
-        raise CheckpointError(f"{key}: true or false is due, got {reprlib.repr(value)}")
+        raise CheckpointError(f"{key} must be true or false, got {reprlib.repr(value)}")
     return bool(value)
 
 
 def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = config.get(key)
     if value is not None and not isinstance(value, Mapping):
-        raise CheckpointError(f"{key}: an object is due, got {reprlib.repr(value)}")
+        raise CheckpointError(f"{key} must be an object, got {reprlib.repr(value)}")
     return value or {}
 
 
@@ -188,12 +210,12 @@ def _refuse_variants(config: Mapping[str, Any], model_type: str, num_layers: int
     """Raises on options that would change the computation and are not implemented."""
     if _switch(config, "use_sliding_window"):
         # transformers lets the layers from max_window_layers on slide: here none may be left.
-        whole = config.get("max_window_layers")
-        if type(whole) is not int or whole < num_layers:
+        full_layers = config.get("max_window_layers")
+        if type(full_layers) is not int or full_layers < num_layers:
             raise CheckpointError("use_sliding_window is not supported")
     layer_types = config.get("layer_types")
     if layer_types is not None and not isinstance(layer_types, list):
-        raise CheckpointError(f"layer_types: a list is due, got {reprlib.repr(layer_types)}")
+        raise CheckpointError(f"layer_types must be a list, got {reprlib.repr(layer_types)}")
     for kind in layer_types or ():
         if kind != "full_attention":
             raise CheckpointError(f"layer_types: {reprlib.repr(kind)} is not supported")
@@ -205,7 +227,7 @@ def _refuse_variants(config: Mapping[str, Any], model_type: str, num_layers: int
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
-    """The rotary base, wherever the config keeps it; refuses every scaled rotary embedding."""
+    """The rotary base, from either field; every scaled rotary embedding is refused."""
     for name in ("rope_parameters", "rope_scaling"):
         options = _section(config, name)
         rope_type = options.get("rope_type", options.get("type", "default"))

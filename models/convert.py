@@ -1,7 +1,7 @@
-"""Hugging Face checkpoints to and from :class:`models.qwen.Qwen`, tensor by tensor.
+"""Hugging Face checkpoints to and from ``models.qwen.Qwen``, tensor by tensor.
 
 Every tensor is accounted for in both directions, and a checkpoint that is read and written in its
-own dtype comes back bit for bit. Only one parameter at a time is held beside the model.
+own dtype comes back bit for bit. Only one parameter at a time is in memory beside the model.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from models.checkpoint_files import (
     SIDE_FILES,
     StoredTensor,
     TensorToWrite,
-    check_file,
+    check_checkpoint_file,
     list_tensors,
     read_config,
     read_json,
-    write_json,
+    write_checkpoint_json,
     write_tensors,
 )
 from models.config import CheckpointError, ModelConfig
@@ -95,9 +95,15 @@ def parameter_sources(config: ModelConfig) -> dict[Path_, _Source]:
 def load_config(
     path_or_hub_name: str | Path, *, revision: str | None = None, weights: bool = True
 ) -> ModelConfig:
-    """A checkpoint's architecture; no weights are read, nor downloaded without ``weights``.
+    """A checkpoint's architecture; no weights are read.
 
-    Raises CheckpointError: no such checkpoint, or one of another family.
+    Args:
+        path_or_hub_name: A folder, or a hub name such as ``Qwen/Qwen3-4B``.
+        revision: Branch, tag or commit of a hub name.
+        weights: Whether a hub's checkpoint is downloaded with its tensors.
+
+    Raises:
+        CheckpointError: No such checkpoint, or one of another family.
     """
     return read_config(resolve_checkpoint(path_or_hub_name, revision=revision, weights=weights))
 
@@ -109,19 +115,24 @@ def load_hf(
     mesh: Mesh | None = None,
     revision: str | None = None,
 ) -> tuple[Qwen, ModelConfig]:
-    """Loads a checkpoint folder, or one that a hub name such as ``Qwen/Qwen3-4B`` stands for.
+    """Loads a checkpoint folder, or a hub repository.
 
     Args:
-      dtype: the parameters' dtype; files in another float dtype are cast. None keeps each
-        parameter's own.
-      mesh: places parameters by :mod:`models.partition`; every process then reads only the parts
-        that its own devices hold. None puts them on the default device.
-      revision: branch, tag or commit of a hub name.
+        path_or_hub_name: A folder, or a hub name such as ``Qwen/Qwen3-4B``.
+        dtype: The parameters' dtype; files in another float dtype are cast. None keeps each
+            parameter's own.
+        mesh: Places parameters by ``models.partition``; every process then reads only the parts
+            of its own devices. None puts them on the default device.
+        revision: Branch, tag or commit of a hub name.
+
+    Returns:
+        The model and its architecture.
 
     Raises:
-      CheckpointError: names the file or tensor that is missing, left over, truncated, of the wrong
-        shape or dtype, or contradicts the config. All of this is found before any tensor is read,
-        but for a tied checkpoint whose own ``lm_head.weight`` differs from its embedding.
+        CheckpointError: Names the file or tensor that is missing, unexpected, truncated, of the
+            wrong shape or dtype, or contradicts the config. All of this is found before any tensor
+            is read, but for a tied checkpoint whose own ``lm_head.weight`` differs from its
+            embedding.
     """
     folder = resolve_checkpoint(path_or_hub_name, revision=revision)
     config = load_config(folder)
@@ -138,8 +149,8 @@ def load_hf(
     _check_against_files(folder, shapes, sources, tensors)
     for path, shape in shapes.items():
         stored = [tensors[name] for name in sources[path].names]
-        kept = functools.reduce(jnp.promote_types, [tensor.dtype for tensor in stored])
-        read = _parameter_reader(stored, sources[path], shape, np.dtype(dtype or kept))
+        stored_dtype = functools.reduce(jnp.promote_types, [tensor.dtype for tensor in stored])
+        read = _parameter_reader(stored, sources[path], shape, np.dtype(dtype or stored_dtype))
         if mesh is None:
             array = jnp.asarray(read(None))
         else:
@@ -164,29 +175,35 @@ def save_hf(
     writes.
 
     Args:
-      config: what the folder declares; None: the model's own.
-      tokenizer_from: a checkpoint folder whose tokenizer files, generation config and token ids of
-        ``config.json`` are copied.
-      dtype: dtype of the files, or one for each tensor by its name in the files; None, as for a
-        name that is not there, keeps the parameter's own.
-      overwrite: an earlier checkpoint at ``path`` is replaced once the new one is complete.
+        model: Its parameters may be sharded over a mesh.
+        path: The folder to write.
+        config: What the folder declares; None: the model's own.
+        tokenizer_from: A checkpoint folder whose tokenizer files, generation config and token ids
+            of ``config.json`` are copied.
+        dtype: Of the files, or one for each tensor by its name in the files; None, as for a
+            name that is not there, keeps the parameter's own.
+        overwrite: Whether an earlier checkpoint at ``path`` is replaced once the new one is
+            complete.
+        max_shard_bytes: Of one safetensors file.
 
     Raises:
-      CheckpointError: the target may not be written to, or a parameter has no Hugging Face name.
+        CheckpointError: The target may not be written to, or a parameter has no Hugging Face name.
     """
     config = config or model.config
     _, state = nnx.split(model)
     params = {path: param[...] for path, param in _by_path(state).items()}
     sources = parameter_sources(config)
     if sources.keys() != params.keys():
-        odd = sorted(".".join(path) for path in sources.keys() ^ params.keys())
-        raise CheckpointError(f"parameters without a Hugging Face counterpart: {', '.join(odd)}")
+        unmatched = sorted(".".join(path) for path in sources.keys() ^ params.keys())
+        raise CheckpointError(
+            f"parameters without a Hugging Face counterpart: {', '.join(unmatched)}"
+        )
     tensors = []
     for param_path, source in sources.items():
         array = params[param_path]
         for layer, name in enumerate(source.names):
-            wanted = dtype.get(name) if isinstance(dtype, Mapping) else dtype
-            stored = np.dtype(array.dtype if wanted is None else wanted)
+            chosen = dtype.get(name) if isinstance(dtype, Mapping) else dtype
+            stored = np.dtype(array.dtype if chosen is None else chosen)
             read = _tensor_reader(array, layer, source, stored)
             tensors.append(TensorToWrite(name, stored, source.file_shape(array.shape), read))
     unsupported = sorted({str(t.dtype) for t in tensors if t.dtype not in FLOAT_DTYPES.values()})
@@ -200,7 +217,7 @@ def save_hf(
         return
     with new_folder(path, overwrite=overwrite) as folder:
         write_tensors(folder, tensors, max_shard_bytes)
-        write_json(folder / "config.json", hf_config)
+        write_checkpoint_json(folder / "config.json", hf_config)
         if tokenizer_from is not None:
             copy_side_files(tokenizer_from, folder)
 
@@ -209,9 +226,16 @@ def save_hf(
 def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A sibling folder to fill, renamed to ``path`` at the end and removed after an error.
 
+    Args:
+        path: The folder that appears.
+        overwrite: Whether a checkpoint at ``path`` is replaced.
+
+    Yields:
+        The folder to fill.
+
     Raises:
-      CheckpointError: ``path`` is neither new nor an empty folder, nor, with ``overwrite``, a
-        checkpoint.
+        CheckpointError: ``path`` is neither new nor an empty folder, nor, with ``overwrite``, a
+            checkpoint.
     """
     target = Path(path)
     if target.name in ("", ".."):
@@ -227,7 +251,7 @@ def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
             if leftover.is_dir():
                 shutil.rmtree(leftover)
         partial.mkdir(parents=True)
-    except OSError as error:  # no permission, or a file where a folder is due
+    except OSError as error:  # no permission, or a parent that is a file
         raise CheckpointError(f"{target}: cannot be written: {error.strerror}") from None
     try:
         yield partial
@@ -246,12 +270,13 @@ def new_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
 def copy_side_files(source: str | Path, target: Path) -> None:
     """Copies the tokenizer, chat template and generation config that ``source`` has.
 
-    Raises CheckpointError for one of them that cannot be read.
+    Raises:
+        CheckpointError: One of them cannot be read.
     """
     for name in SIDE_FILES:
         path = Path(source) / name
         if os.path.lexists(path):
-            check_file(path)
+            check_checkpoint_file(path)
             shutil.copyfile(path, target / name)
 
 
@@ -272,19 +297,19 @@ def _check_against_files(
     sources: dict[Path_, _Source],
     tensors: dict[str, StoredTensor],
 ) -> None:
-    wanted = {
+    expected = {
         name: sources[path].file_shape(shape)
         for path, shape in shapes.items()
         for name in sources[path].names
     }
-    missing = sorted(wanted.keys() - tensors.keys())
+    missing = sorted(expected.keys() - tensors.keys())
     if missing:
         untied = " (tie_word_embeddings is false)" if missing == [HEAD] else ""
         raise CheckpointError(f"{folder}: missing tensor {_some(missing)}{untied}")
-    left_over = sorted(tensors.keys() - wanted.keys())
-    if left_over:
-        raise CheckpointError(f"{folder}: tensor {_some(left_over)} has no place in this model")
-    for name, shape in wanted.items():
+    unexpected = sorted(tensors.keys() - expected.keys())
+    if unexpected:
+        raise CheckpointError(f"{folder}: tensor {_some(unexpected)} has no place in this model")
+    for name, shape in expected.items():
         if tensors[name].shape != shape:
             raise CheckpointError(
                 f"{tensors[name].file}: tensor {name} has shape {list(tensors[name].shape)}, "

@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from models.checkpoint_files import read_config, write_json
+from models.checkpoint_files import read_config, write_checkpoint_json
 from models.config import CheckpointError, ModelConfig
 from models.convert import abstract_model, copy_side_files, exported_config, new_folder
 from models.partition import param_sharding
@@ -23,27 +23,37 @@ STATE = "state"
 
 
 def save_flax(model: Qwen, path: str | Path, *, tokenizer_from: str | Path) -> None:
-    """Writes parameters in their own dtypes, with the token ids and tokenizer files of a folder.
+    """Writes a Flax checkpoint folder, the parameters in their own dtypes.
+
+    Args:
+        model: What is saved.
+        path: The folder to write; new or empty.
+        tokenizer_from: A checkpoint folder whose token ids and tokenizer files are copied.
 
     Raises:
-      CheckpointError: the target is not an empty or new folder.
+        CheckpointError: The target is not an empty or new folder.
     """
     from orbax.checkpoint import v1 as ocp
 
     params = nnx.to_pure_dict(nnx.state(model))
     with new_folder(path) as folder:
         ocp.save((folder / STATE).absolute(), {"params": params})
-        write_json(folder / "config.json", exported_config(model.config, tokenizer_from))
+        write_checkpoint_json(folder / "config.json", exported_config(model.config, tokenizer_from))
         copy_side_files(tokenizer_from, folder)
 
 
 def load_flax(
     path: str | Path, *, dtype: Any = None, mesh: Mesh | None = None
 ) -> tuple[Qwen, ModelConfig]:
-    """Loads a folder of :func:`save_flax`; ``dtype`` and ``mesh`` as in ``load_hf``.
+    """Loads a folder of ``save_flax``.
+
+    Args:
+        path: The folder.
+        dtype: See ``models.convert.load_hf``.
+        mesh: See there.
 
     Raises:
-      CheckpointError: not such a folder, or its parameters do not fit its config.
+        CheckpointError: Not such a folder, or its parameters do not fit its config.
     """
     folder = Path(path)
     if not (folder / STATE).is_dir():
@@ -55,10 +65,16 @@ def load_flax(
 def load_params(
     path: str | Path, config: ModelConfig, *, dtype: Any = None, mesh: Mesh | None = None
 ) -> Qwen:
-    """The model of an Orbax checkpoint; what it holds beside ``params`` is not read.
+    """The model of an Orbax checkpoint; of its entries only ``params`` is read.
+
+    Args:
+        path: A Flax checkpoint's ``state``, or a training state.
+        config: The architecture that the parameters must fit.
+        dtype: See ``models.convert.load_hf``.
+        mesh: See there.
 
     Raises:
-      CheckpointError: not an Orbax checkpoint, or its parameters do not fit the config.
+        CheckpointError: Not an Orbax checkpoint, or its parameters do not fit the config.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -69,12 +85,12 @@ def load_params(
         raise CheckpointError(f"{path}: not an Orbax checkpoint with params") from None
     graphdef, state = abstract_model(config)
     for name in sorted(state.keys() | stored.keys()):
-        wanted, found = (
+        expected, found = (
             list(tree[name].shape) if name in tree else "missing" for tree in (state, stored)
         )
-        if wanted != found:
+        if expected != found:
             raise CheckpointError(
-                f"{path}: parameter {'.'.join(name)}: the config asks for {wanted}, found {found}"
+                f"{path}: parameter {'.'.join(name)}: the config asks for {expected}, found {found}"
             )
     abstract = {}
     for name, param in state.items():
@@ -82,8 +98,8 @@ def load_params(
             sharding: Sharding = SingleDeviceSharding(jax.local_devices()[0])
         else:
             sharding = param_sharding(mesh, name, param.shape)
-        kept = dtype or stored[name].dtype
-        abstract[name] = jax.ShapeDtypeStruct(param.shape, kept, sharding=sharding)
+        loaded_dtype = dtype or stored[name].dtype
+        abstract[name] = jax.ShapeDtypeStruct(param.shape, loaded_dtype, sharding=sharding)
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     try:

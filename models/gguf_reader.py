@@ -20,7 +20,7 @@ _SCALARS = {
     12: "<d",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
-_LONGEST = 2**26  # bytes of a text: a damaged length is not allocated
+_MAX_TEXT = 2**26  # bytes of a text: a damaged length is not allocated
 _BLOCK = 32  # values in a quantisation block
 _F32, _Q4_1, _Q8_0 = 0, 3, 8
 _BYTES_PER_BLOCK = {_F32: 4 * _BLOCK, _Q4_1: 2 + 2 + _BLOCK // 2, _Q8_0: 2 + _BLOCK}
@@ -28,7 +28,14 @@ _BYTES_PER_BLOCK = {_F32: 4 * _BLOCK, _Q4_1: 2 + 2 + _BLOCK // 2, _Q8_0: 2 + _BL
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor; ``shape`` is in row-major order, outermost axis first."""
+    """One tensor of a GGUF file.
+
+    Attributes:
+        file: The file.
+        shape: In row-major order, outermost axis first.
+        kind: The format's number of its quantisation.
+        start: Its first byte within the file.
+    """
 
     file: Path
     shape: tuple[int, ...]
@@ -36,7 +43,11 @@ class GgufTensor:
     start: int
 
     def read(self) -> np.ndarray:
-        """The dequantised values, float32 of ``shape``."""
+        """The dequantised values, float32 of ``shape``.
+
+        Raises:
+            CheckpointError: The file ends before the tensor does.
+        """
         count = math.prod(self.shape) // _BLOCK
         size = count * _BYTES_PER_BLOCK[self.kind]
         if self.start + size > self.file.stat().st_size:
@@ -60,7 +71,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     """The metadata and the tensors of a file, by name.
 
     Raises:
-      CheckpointError: not a GGUF version 3 file, truncated, or a tensor of another quantisation.
+        CheckpointError: Not a GGUF version 3 file, truncated, or a tensor of another quantisation.
     """
     try:
         with path.open("rb") as file:
@@ -99,7 +110,7 @@ def _read(path: Path, file: BinaryIO) -> tuple[dict[str, Any], dict[str, GgufTen
 
 
 def _bytes(file: BinaryIO, count: int) -> bytes:
-    data = file.read(min(count, _LONGEST))
+    data = file.read(min(count, _MAX_TEXT))
     if len(data) != count:
         raise EOFError
     return data

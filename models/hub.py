@@ -26,14 +26,18 @@ def is_hub_name(text: str) -> bool:
 def resolve_checkpoint(
     path_or_hub_name: str | Path, *, revision: str | None = None, weights: bool = True
 ) -> Path:
-    """A local folder: the one named, or a hub repository's, downloaded once into the hub's cache,
-    without the tensors unless ``weights``.
+    """The local folder of a checkpoint; a hub repository is downloaded once into the hub's cache.
 
-    A local folder wins over a hub repository of the same name. HF_HOME, HF_TOKEN, HF_ENDPOINT and
-    HF_HUB_OFFLINE are honoured; revision is a branch, tag or commit of a hub name.
+    A local folder takes precedence over a hub repository of the same name. HF_HOME, HF_TOKEN,
+    HF_ENDPOINT and HF_HUB_OFFLINE are honoured.
+
+    Args:
+        path_or_hub_name: A folder, or a hub name such as ``Qwen/Qwen3-4B``.
+        revision: Branch, tag or commit of a hub name.
+        weights: Whether the tensors are downloaded too.
 
     Raises:
-      CheckpointError: no such folder, no such repository or revision, or no way to reach the hub.
+        CheckpointError: No such folder, no such repository or revision, or no way to reach the hub.
     """
     folder = local_folder(path_or_hub_name)
     if folder is not None:
@@ -41,14 +45,14 @@ def resolve_checkpoint(
     name = str(path_or_hub_name)
     if not is_hub_name(name):
         raise CheckpointError(f"{name}: no such folder (a hub name is organisation/model)")
-    return Path(_download(name, revision, [*_OTHERS, *(_WEIGHTS if weights else [])]))
+    return Path(_hub_snapshot(name, revision, [*_OTHERS, *(_WEIGHTS if weights else [])]))
 
 
 def local_folder(path_or_hub_name: str | Path) -> Path | None:
     """The local checkpoint folder of this name; None where nothing has this name here.
 
     Raises:
-      CheckpointError: what has this name is no folder, or cannot be reached.
+        CheckpointError: What has this name is no folder, or cannot be reached.
     """
     name = str(path_or_hub_name)
     try:
@@ -59,20 +63,20 @@ def local_folder(path_or_hub_name: str | Path) -> Path | None:
     except (OSError, RuntimeError) as error:  # no permission, too long a name, no such home
         raise CheckpointError(f"{name}: {getattr(error, 'strerror', None) or error}") from None
     if is_file:
-        kind = GGUF if path.suffix == ".gguf" else "a file; the folder of a checkpoint is due"
+        kind = GGUF if path.suffix == ".gguf" else "a file; it must be the folder of a checkpoint"
         raise CheckpointError(f"{name}: {kind}")
     if path.is_symlink():
         raise CheckpointError(f"{name}: a link to {path.readlink()}, which leads to nothing")
     return None
 
 
-def _download(name: str, revision: str | None, wanted: list[str]) -> str:
+def _hub_snapshot(name: str, revision: str | None, patterns: list[str]) -> str:
     import httpx
     from huggingface_hub import constants, errors, snapshot_download
 
     what = name if revision is None else f"{name} at {revision}"
     try:
-        return snapshot_download(name, revision=revision, allow_patterns=wanted)
+        return snapshot_download(name, revision=revision, allow_patterns=patterns)
     except errors.GatedRepoError:
         reason = "access is gated: accept its terms on the hub and set HF_TOKEN"
     except errors.RevisionNotFoundError:

@@ -10,7 +10,7 @@ from models.hub import local_folder
 
 TOKENIZER_IDS = {"qwen2": 151_665, "qwen3": 151_669}
 
-# name: hidden, MLP, layers, query heads, key heads, head width, embedding rows, tied head
+# name: hidden size, MLP size, layers, query heads, key heads, head size, embedding rows, tied head
 _SHAPES = {
     "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 64, 151_936, True),
     "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 128, 151_936, True),
@@ -35,7 +35,10 @@ class Architecture:
 def find_architecture(path_or_hub_name: str) -> Architecture:
     """The architecture of a local checkpoint folder, or of a published one by hub name.
 
-    Nothing is downloaded. Raises CheckpointError for a name that is neither.
+    Nothing is downloaded.
+
+    Raises:
+        CheckpointError: The name is neither.
     """
     folder = local_folder(path_or_hub_name)
     if folder is not None:

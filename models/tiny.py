@@ -29,8 +29,13 @@ def tiny_config(vocab_size: int) -> ModelConfig:
 
 
 def train_tokenizer(folder: Path, texts: Iterable[str], config: ModelConfig) -> None:
-    """Trains a byte-level BPE of ``config.vocab_size`` ids on ``texts``; writes it with a ChatML
-    template and the model's config.json, as a checkpoint folder without weights."""
+    """Trains a byte-level BPE and writes a checkpoint folder without weights.
+
+    Args:
+        folder: Gets the tokenizer, a ChatML template and the model's config.json.
+        texts: What the merges are learnt from.
+        config: Its ``vocab_size`` is the number of ids.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

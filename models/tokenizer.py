@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
-from models.checkpoint_files import SIDE_FILES, check_file, read_json, read_text
+from models.checkpoint_files import SIDE_FILES, check_checkpoint_file, read_json, read_text
 from models.config import CheckpointError
 from models.hub import resolve_checkpoint
 
@@ -39,13 +39,13 @@ class ChatTokenizer:
     """A tokenizer with its chat template and its stop ids.
 
     Attributes:
-      folder: the local folder that it was loaded from.
-      vocab_size: number of ids that the tokenizer knows, added ones included. The model may have
-        more embedding rows; ids from ``vocab_size`` on must never be sampled.
-      stop_ids: sorted union of the end ids that the tokenizer, ``config.json`` and
-        ``generation_config.json`` declare.
-      special_tokens: texts of the tokens that ``decode`` leaves out.
-      has_thinking_switch: whether the template reads ``enable_thinking``.
+        folder: The local folder that it was loaded from.
+        vocab_size: Number of ids that the tokenizer knows, added ones included. The model may have
+            more embedding rows; ids from ``vocab_size`` on must never be sampled.
+        stop_ids: Sorted union of the end ids that the tokenizer, ``config.json`` and
+            ``generation_config.json`` declare.
+        special_tokens: Texts of the tokens that ``decode`` leaves out.
+        has_thinking_switch: Whether the template reads ``enable_thinking``.
 
     A template that takes no system message gets the system text in the user's turn, before the
     user's own text and a blank line; loading says so.
@@ -55,8 +55,8 @@ class ChatTokenizer:
         """Loads the tokenizer of a checkpoint folder or hub name; never runs a checkpoint's code.
 
         Raises:
-          CheckpointError: there is no such checkpoint, or its tokenizer cannot be loaded, has no
-            chat template or one that does not take a user's message, or declares no end id.
+            CheckpointError: There is no such checkpoint, or its tokenizer cannot be loaded, has no
+                chat template or one that does not take a user's message, or declares no end id.
         """
         folder = self.folder = resolve_checkpoint(
             path_or_hub_name, revision=revision, weights=False
@@ -66,9 +66,9 @@ class ChatTokenizer:
         self.vocab_size = len(self._hf)
         self.stop_ids = _stop_ids(folder, self._hf.eos_token_id, self.vocab_size)
         self.has_thinking_switch = "enable_thinking" in _template(folder, self._hf)
-        self._whole: Tokenizer = backend
-        self._whole.no_truncation()
-        self._whole.no_padding()
+        self._backend: Tokenizer = backend
+        self._backend.no_truncation()
+        self._backend.no_padding()
         self._plain = _without_added_tokens(backend)
         self._added = {i: token.content for i, token in self._hf.added_tokens_decoder.items()}
         self.special_tokens = frozenset(
@@ -78,12 +78,12 @@ class ChatTokenizer:
         for token_id, content in self._added.items():
             if token_id in self.encode_text(content):
                 raise CheckpointError(f"{folder}: cannot spell {content} without its control token")
-        self._folds_system = False
+        self._merges_system = False
         self._parts = self._template_parts(with_system=False)
         try:
             self._parts |= self._template_parts(with_system=True)
         except CheckpointError as error:
-            self._folds_system = True
+            self._merges_system = True
             logger.warning("%s; system text is put before the user's", error)
 
     def encode_chat(self, system: str, user: str, *, thinking: bool = False) -> list[int]:
@@ -95,8 +95,10 @@ class ChatTokenizer:
         separately, the messages without any added token.
 
         Args:
-          thinking: passed as ``enable_thinking`` if the template has that switch; without thinking
-            Qwen3's generation prompt holds an empty think block.
+            system: The system message, or an empty text.
+            user: The user's message.
+            thinking: Passed as ``enable_thinking`` if the template has that switch; without
+                thinking Qwen3's generation prompt holds an empty think block.
         """
         system, user = self._messages(system, user)
         rendered = self._render(system, user, thinking)
@@ -125,16 +127,21 @@ class ChatTokenizer:
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of ids, without special tokens unless ``special``."""
-        return self._whole.decode(list(ids), skip_special_tokens=not special)
+        return self._backend.decode(list(ids), skip_special_tokens=not special)
 
     def count_text(self, text: str) -> int:
         """Number of tokens of a text."""
         return len(self.encode_text(text))
 
     def cut_text(self, text: str, limit: int, keep: Literal["last", "first"] = "last") -> str:
-        """The longest end (or start) of ``text`` between token boundaries with <= ``limit`` tokens.
+        """The longest end (or start) of a text that has at most ``limit`` tokens.
 
-        Characters are never split.
+        It is cut at a token boundary; characters are never split.
+
+        Args:
+            text: The text to shorten.
+            limit: Tokens, when what is kept is encoded on its own.
+            keep: Which end of the text is kept.
         """
         text = _valid_unicode(text)
         encoding = self._plain.encode(text, add_special_tokens=False)
@@ -153,7 +160,7 @@ class ChatTokenizer:
     def _messages(self, system: str, user: str) -> tuple[str, str]:
         """The messages as the template takes them, in valid Unicode."""
         system, user = _valid_unicode(system), _valid_unicode(user)
-        if system and self._folds_system:
+        if system and self._merges_system:
             return "", f"{system}\n\n{user}"
         return system, user
 
@@ -175,8 +182,14 @@ class ChatTokenizer:
     def _template_parts(
         self, with_system: bool
     ) -> dict[tuple[bool, bool], tuple[list[str], list[list[int]]]]:
-        """(with_system, thinking) -> the template's text before, between and after the messages,
-        and its ids. Raises CheckpointError for a template that does not show them once each."""
+        """The template's text before, between and after the messages, and its ids.
+
+        Returns:
+            By (with_system, thinking).
+
+        Raises:
+            CheckpointError: The template does not show each message once.
+        """
         found = {}
         marks = [_SYSTEM_MARK, _USER_MARK] if with_system else [_USER_MARK]
         for thinking in {False, self.has_thinking_switch}:
@@ -191,10 +204,10 @@ class ChatTokenizer:
         return found
 
     def _encode_with_added(self, text: str) -> list[int]:
-        return self._whole.encode(text, add_special_tokens=False).ids
+        return self._backend.encode(text, add_special_tokens=False).ids
 
     def _has_added_token(self, text: str) -> bool:
-        normalizer = self._whole.normalizer
+        normalizer = self._backend.normalizer
         normalized = normalizer.normalize_str(text) if normalizer is not None else text
         return any(self._added_pattern.search(form) for form in (text, normalized))
 
@@ -217,7 +230,7 @@ def _load(folder: Path) -> Any:
             elif path.suffix in (".jinja", ".txt"):
                 read_text(path)
             else:  # large, or not text
-                check_file(path)
+                check_checkpoint_file(path)
     loader = PreTrainedTokenizerFast if as_stored else AutoTokenizer
     try:
         loaded = loader.from_pretrained(folder, trust_remote_code=False)
@@ -254,7 +267,7 @@ def _stop_ids(folder: Path, tokenizer_eos: int | None, vocab_size: int) -> tuple
         ids = value if isinstance(value, list) else [value]
         if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
             raise CheckpointError(
-                f"{folder / name}: eos_token_id: ids from 0 to {vocab_size - 1} are due, "
+                f"{folder / name}: eos_token_id must be ids from 0 to {vocab_size - 1}, "
                 f"got {reprlib.repr(value)}"
             )
         declared += ids

@@ -203,7 +203,7 @@ def test_paths_that_are_no_checkpoint_folder(tmp_path, call):
     (tmp_path / "gone").symlink_to("elsewhere")
     for name, says in (
         ("model.gguf", "a GGUF file, which is not read here"),
-        ("model.safetensors", "a file; the folder of a checkpoint is due"),
+        ("model.safetensors", "a file; it must be the folder of a checkpoint"),
         ("loop", "a link to loop, which leads to nothing"),
         ("gone", "a link to elsewhere, which leads to nothing"),
         ("x" * 300, "File name too long"),
@@ -331,7 +331,7 @@ def test_end_ids_that_are_none(folder, name, value):
     content = json.loads((folder / name).read_text()) | {"eos_token_id": value}
     (folder / name).write_text(json.dumps(content))
     said = refusal(ChatTokenizer, folder)
-    assert said.startswith(f"{folder / name}: eos_token_id: ids from 0 to 304 are due, got ")
+    assert said.startswith(f"{folder / name}: eos_token_id must be ids from 0 to 304, got ")
 
 
 # ---- as a user sees it ---------------------------------------------------------------------------

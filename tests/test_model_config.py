@@ -44,7 +44,7 @@ def test_rope_theta_wherever_it_is(rope):
     ({"attention_bias": True}, "attention_bias of qwen3"),
     ({"head_dim": None}, "head_dim missing"),
     ({"head_dim": 3}, "head_dim must be even"),
-    ({"num_key_value_heads": 2}, "not a multiple"),
+    ({"num_key_value_heads": 2}, "must be a multiple of num_key_value_heads"),
     ({"rms_norm_eps": None}, "rms_norm_eps missing"),
     ({"model_type": "qwen3_moe"}, "'qwen3_moe' is not one of qwen2, qwen3, llama"),
     ({"model_type": None}, "is not one of qwen2, qwen3, llama"),
@@ -109,7 +109,7 @@ SIZES = (
 @pytest.mark.parametrize("key", SIZES)
 def test_sizes_that_are_none(key, value):
     said = refusal(CONFIG | {key: value})
-    assert said.startswith(f"{key}: a whole number from 1 to ") and len(said) < 200
+    assert said.startswith(f"{key} must be an integer from 1 to ") and len(said) < 200
 
 
 @pytest.mark.parametrize("key", [key for key in SIZES if key != "head_dim"])
@@ -120,29 +120,29 @@ def test_sizes_that_are_missing(key):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"rms_norm_eps": 0}, "rms_norm_eps: a positive number is due, got 0"),
-        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps: a positive number is due, got '1e-6'"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: a positive number is due, got nan"),
-        ({"rope_theta": float("inf")}, "rope_theta: a positive number is due, got inf"),
-        ({"rope_theta": -1e6}, "rope_theta: a positive number is due"),
-        ({"rope_theta": 10**400}, "rope_theta: a positive number is due"),
-        ({"rope_theta": [1e6]}, "rope_theta: a positive number is due"),
-        ({"rope_scaling": ["yarn"]}, "rope_scaling: an object is due, got ['yarn']"),
-        ({"rope_parameters": 3}, "rope_parameters: an object is due, got 3"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be a positive number, got 0"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a positive number, got '1e-6'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number, got nan"),
+        ({"rope_theta": float("inf")}, "rope_theta must be a positive number, got inf"),
+        ({"rope_theta": -1e6}, "rope_theta must be a positive number"),
+        ({"rope_theta": 10**400}, "rope_theta must be a positive number"),
+        ({"rope_theta": [1e6]}, "rope_theta must be a positive number"),
+        ({"rope_scaling": ["yarn"]}, "rope_scaling must be an object, got ['yarn']"),
+        ({"rope_parameters": 3}, "rope_parameters must be an object, got 3"),
         ({"rope_scaling": {"rope_type": ["yarn"]}}, "rope_scaling of type ['yarn']"),
         ({"model_type": ["qwen3"]}, "model_type ['qwen3'] is not one of"),
         ({"model_type": {"a": "b"}}, "is not one of"),
         ({"model_type": "qwen33"}, "did you mean qwen3?"),
-        ({"tie_word_embeddings": "false"}, "tie_word_embeddings: true or false is due"),
-        ({"use_sliding_window": 1}, "use_sliding_window: true or false is due"),
-        ({"layer_types": "full_attention"}, "layer_types: a list is due"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false"),
+        ({"use_sliding_window": 1}, "use_sliding_window must be true or false"),
+        ({"layer_types": "full_attention"}, "layer_types must be a list"),
         ({"layer_types": [["full_attention"]]}, "layer_types: ['full_attention'] is not"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "'sliding_attention' is not"),
         ({"hidden_act": ["silu"]}, "hidden_act ['silu'] is not silu"),
-        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "is not a multiple of"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "must be a multiple of"),
         (
             {"model_type": "qwen2", "head_dim": None, "hidden_size": 7, "num_attention_heads": 2},
-            "hidden_size (7) is not a multiple of num_attention_heads (2)",
+            "hidden_size must be a multiple of num_attention_heads (2)",
         ),
         ({"use_sliding_window": True, "max_window_layers": 0}, "use_sliding_window"),
     ],

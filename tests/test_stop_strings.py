@@ -22,7 +22,7 @@ def ids_of(tokenizer, *pieces):
     ids = []
     for piece in pieces:
         special = piece in tokenizer.special_tokens
-        ids += [tokenizer._whole.token_to_id(piece)] if special else tokenizer.encode_text(piece)
+        ids += [tokenizer._backend.token_to_id(piece)] if special else tokenizer.encode_text(piece)
     return ids
 
 
