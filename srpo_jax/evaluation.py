@@ -14,7 +14,14 @@ from numpy.typing import ArrayLike
 
 
 def avg_at_k(correct: ArrayLike) -> float:
-    """Mean fraction of correct samples over tasks; k is the number of columns."""
+    """Mean fraction of correct samples over tasks; k is the number of columns.
+
+    Args:
+        correct: Bool [tasks, samples].
+
+    Raises:
+        ValueError: ``correct`` is no such array.
+    """
     return float(_samples(correct).mean(axis=1).mean())
 
 
@@ -23,25 +30,48 @@ def pass_at_k(correct: ArrayLike, k: int) -> float:
 
     With n samples of which c are correct: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv
     2107.03374). For k = n it is the fraction of tasks solved at least once.
+
+    Args:
+        correct: Bool [tasks, samples].
+        k: From 1 to the samples of a task.
+
+    Raises:
+        ValueError: ``k`` is out of range, or ``correct`` is no such array.
     """
     return float(pass_per_task(correct, k).mean())
 
 
 def pass_per_task(correct: ArrayLike, k: int) -> np.ndarray:
-    """The unbiased Pass@k of each task, float64 [tasks]. Raises ValueError unless 1 <= k <= n."""
+    """The unbiased Pass@k of each task.
+
+    Args:
+        correct: Bool [tasks, samples].
+        k: From 1 to the samples of a task.
+
+    Returns:
+        float64 [tasks].
+
+    Raises:
+        ValueError: ``k`` is out of range.
+    """
     samples = _samples(correct)
     n = samples.shape[1]
     if not 1 <= k <= n:
-        raise ValueError(f"pass_at_k: k lies in 1 .. {n} (the samples of a task), got {k}")
+        raise ValueError(f"k must be from 1 to {n} (the samples of a task), got {k}")
     failures = n - samples.sum(axis=1)
     return np.array([1 - math.comb(int(f), k) / math.comb(n, k) for f in failures])
 
 
 def standard_error(per_task: ArrayLike) -> float:
-    """Standard error of the mean over tasks, from one figure per task [tasks].
+    """Standard error of the mean over tasks.
 
-    A task's samples share its difficulty, so tasks are the independent units (clusters): pass the
-    mean over samples, not the samples. NaN for a single task.
+    A task's samples share its difficulty, so tasks are the independent units (clusters).
+
+    Args:
+        per_task: One figure per task [tasks]: the mean over its samples, not the samples.
+
+    Returns:
+        NaN for a single task.
     """
     values = np.asarray(per_task, dtype=np.float64)
     return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else math.nan
@@ -50,7 +80,12 @@ def standard_error(per_task: ArrayLike) -> float:
 def paired_difference(before: ArrayLike, after: ArrayLike) -> tuple[float, float]:
     """Mean of (after - before) over the same tasks, and its standard error.
 
-    Both are [tasks, samples] or [tasks]; the numbers of samples may differ, the tasks may not.
+    Args:
+        before: [tasks, samples] or [tasks].
+        after: The same tasks; the number of samples may differ.
+
+    Raises:
+        ValueError: The numbers of tasks differ.
     """
     means = [
         array.mean(axis=1) if array.ndim == 2 else array
@@ -69,7 +104,7 @@ def macro(figures: Mapping[str, float] | Sequence[float]) -> float:
 
 
 def macro_error(errors: Mapping[str, float] | Sequence[float]) -> float:
-    """Standard error of :func:`macro` from the standard errors of independent benchmarks."""
+    """Standard error of ``macro`` from the standard errors of independent benchmarks."""
     values = list(errors.values()) if isinstance(errors, Mapping) else list(errors)
     return float(np.sqrt(np.sum(np.square(values))) / len(values))
 
@@ -85,9 +120,15 @@ def over_seeds(per_seed: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class EpisodeCost:
-    """What one episode took (SRPO eq. 8): ``tokens`` C_tok = sum of the tokens that the members of
-    its events generated, ``calls`` C_call = sum of K over events, ``tools`` C_tool, ``events``,
-    wall seconds."""
+    """What one episode cost (SRPO eq. 8).
+
+    Attributes:
+        tokens: C_tok, the tokens that the members of its events generated.
+        calls: C_call, the sum of K over its events.
+        tools: C_tool, tool calls.
+        events: Its events.
+        seconds: Wall time.
+    """
 
     tokens: int
     calls: int
@@ -100,9 +141,16 @@ class EpisodeCost:
 class CostSummary:
     """Costs per episode over an evaluation.
 
-    ``c_tok``, ``c_call``, ``c_tool``: means. ``mean_k``: members per event; ``mean_tokens``: tokens
-    per member; ``proxy`` their product. ``u_tok``: SRPO eq. 9, correct answers per million tokens.
-    ``p50``, ``p95``: seconds of an episode.
+    Attributes:
+        c_tok: Mean generated tokens.
+        c_call: Mean calls.
+        c_tool: Mean tool calls.
+        mean_k: Members per event.
+        mean_tokens: Tokens per member.
+        proxy: ``mean_k * mean_tokens``.
+        u_tok: Correct answers per million tokens (SRPO eq. 9).
+        p50: Median seconds of an episode.
+        p95: 95th percentile of the seconds.
     """
 
     c_tok: float
@@ -118,10 +166,16 @@ class CostSummary:
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """One benchmark's evaluation: ``correct`` [tasks, samples] bool, ``costs`` in the same nesting.
+    """One benchmark's evaluation.
 
-    An episode that failed or whose grade is undecided counts as wrong; ``failed`` and ``undecided``
-    say how many did. Where none was graded the averages are NaN: nothing was measured.
+    An episode that failed or whose grade is undecided counts as wrong. Where none was graded the
+    averages are NaN: nothing was measured.
+
+    Attributes:
+        correct: Bool [tasks, samples].
+        costs: In the same nesting.
+        failed: Episodes without an outcome.
+        undecided: Episodes whose grade hit a limit.
     """
 
     correct: np.ndarray
@@ -157,14 +211,24 @@ class BenchmarkResult:
 
 
 def summarise_cost(correct: ArrayLike, costs: Sequence[Sequence[EpisodeCost]]) -> CostSummary:
-    """Costs of an evaluation; ``costs`` is nested like ``correct``."""
+    """Costs of an evaluation.
+
+    Args:
+        correct: Bool [tasks, samples].
+        costs: In the same nesting.
+
+    Raises:
+        ValueError: The two have different shapes.
+    """
     samples = _samples(correct)
     table = np.array(
         [[(c.tokens, c.calls, c.tools, c.events, c.seconds) for c in row] for row in costs],
         dtype=np.float64,
     )
     if table.shape[:2] != samples.shape:
-        raise ValueError(f"costs are {table.shape[:2]}, correct is {samples.shape}")
+        raise ValueError(
+            f"costs must be nested like correct {samples.shape}, got {table.shape[:2]}"
+        )
     tokens, calls, tools, events, seconds = np.moveaxis(table, 2, 0)
     mean_k = _ratio(calls.sum(), events.sum())
     mean_tokens = _ratio(tokens.sum(), calls.sum())
@@ -184,8 +248,14 @@ def summarise_cost(correct: ArrayLike, costs: Sequence[Sequence[EpisodeCost]]) -
 def u_tok(correct: ArrayLike, tokens: ArrayLike) -> float:
     """Correct answers per million generated tokens (SRPO eq. 9).
 
-    U_tok = 1e6 * sum_x Avg@k(x) / sum_x C_tok(x), both means over the samples of task x;
-    ``tokens`` [tasks, samples]. NaN where nothing was generated.
+    U_tok = 1e6 * sum_x Avg@k(x) / sum_x C_tok(x), both means over the samples of task x.
+
+    Args:
+        correct: Bool [tasks, samples].
+        tokens: Generated tokens [tasks, samples].
+
+    Returns:
+        NaN where nothing was generated.
     """
     per_task = np.asarray(tokens, dtype=np.float64).mean(axis=1)
     return 1e6 * _ratio(_samples(correct).mean(axis=1).sum(), per_task.sum())
@@ -195,7 +265,7 @@ def _samples(correct: ArrayLike) -> np.ndarray:
     samples = np.asarray(correct)
     if samples.ndim != 2 or samples.size == 0 or not np.isin(samples, (0, 1)).all():
         raise ValueError(
-            f"correct: a non-empty bool array [tasks, samples] is due, got {samples.dtype} "
+            f"correct must be a non-empty bool array [tasks, samples], got {samples.dtype} "
             f"{list(samples.shape)}"
         )
     return samples.astype(bool)

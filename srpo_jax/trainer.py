@@ -43,11 +43,21 @@ def run(
     console: Console | None = None,
     stop: StopRequest | None = None,
 ) -> int:
-    """Trains what ``recipe`` says, or resumes where its folder stopped.
+    """Trains a recipe, or resumes where its run folder stopped.
 
-    Returns 0 when the target step is reached, 75 when the run was asked to stop before it: by a
-    signal, or through ``stop``, which is entered already (None: SIGTERM and SIGINT are watched
-    while the run goes on).
+    Args:
+        recipe: A checked recipe, see ``srpo_jax.recipe.load_recipe``.
+        workflow: Stands in for the recipe's workflow.
+        reward: Stands in for the recipe's reward: ``(task, outcome)`` to a Score, a bool, 0 or 1.
+        console: Where progress is printed; None: standard error.
+        stop: A request to stop that is entered already; None: SIGTERM and SIGINT are watched.
+
+    Returns:
+        0 when the target step is reached, 75 when the run was stopped before it.
+
+    Raises:
+        RecipeError: The recipe, its files or its run folder cannot be used.
+        TrainingFailed: Too many episodes failed, or too many updates were not finite.
     """
     with contextlib.ExitStack() as stack:
         stop = stop or stack.enter_context(StopRequest())
@@ -66,7 +76,7 @@ def run(
             record_run(recipe, Path(parts.tokenizer.folder))
             training = stack.enter_context(contextlib.closing(Training(parts, progress, stop)))
             training.resume()
-            training.go()
+            training.train()
             training.finish()
         except Stopped:
             with stop.finishing():
@@ -76,7 +86,13 @@ def run(
 
 
 class Training:
-    """A run in its folder, step by step: ``done`` of them are complete, ``saved`` of them safe."""
+    """A run in its folder, step by step.
+
+    Attributes:
+        done: Complete steps.
+        saved: The last step with a checkpoint.
+        unlogged: Metrics of the last step until it is evaluated.
+    """
 
     def __init__(self, parts: Parts, progress: RunProgress, stop: StopRequest):
         self.parts, self.progress, self.stop = parts, progress, stop
@@ -86,11 +102,11 @@ class Training:
         self.logger, self.writer = MetricLogger(self.folder), EpisodeWriter(self.folder)
         self.done = self.saved = 0
         self.best_score = -np.inf
-        self.unlogged: dict[str, Any] | None = None  # the last step's metrics until it is evaluated
+        self.unlogged: dict[str, Any] | None = None
         progress.generated = lambda: parts.engine.stats["decode_tokens"]
 
     def resume(self) -> None:
-        """Goes back to the newest good checkpoint, and cuts what was written after it."""
+        """Loads the newest intact checkpoint, and truncates the logs that go beyond it."""
         found = self.checkpoints.load_newest(self.parts.learner.state, self.progress.note)
         if found is None:
             self.logger.truncate_to(-1)
@@ -107,10 +123,14 @@ class Training:
             self.writer.truncate_to(self.done)
             self.parts.sync()
             self.progress.resumed(self.done)
-        self.stop.on_end = self.save_and_say
+        self.stop.on_end = self.save_and_report
 
-    def go(self) -> None:
-        """Trains to the target step. Raises Stopped."""
+    def train(self) -> None:
+        """Trains to the target step.
+
+        Raises:
+            Stopped: The run was asked to stop; its last complete step is saved.
+        """
         steps = self.recipe.trainer.steps
         if self.done > steps:
             self.progress.note(
@@ -133,8 +153,8 @@ class Training:
         write_json(self.folder / "done.json", {"step": self.done})
         self.progress.note(f"wrote {self.folder / 'model'} (step {self.done})")
 
-    def save_and_say(self) -> None:
-        """Saves the last complete step, unless it is safe already, and says that the run stops."""
+    def save_and_report(self) -> None:
+        """Saves the last complete step unless it is saved, and reports that the run stops."""
         self.stop.on_end = no_end
         if self.done > self.saved:
             self._save()
@@ -150,8 +170,11 @@ class Training:
             self.checkpoints.close()
 
     def _step(self) -> dict[str, Any]:
-        """One rollout batch and its updates, and their metrics; leaves the engine with the new
-        weights."""
+        """One rollout batch and its updates; the engine has the new weights after it.
+
+        Returns:
+            The step's metrics.
+        """
         clock, generated = _Clock(), self.progress.generated()
         results = sample_step(self.parts, self.done, self.progress)
         self.stop.check()
@@ -165,7 +188,7 @@ class Training:
         return row
 
     def _conclude(self, metrics: dict[str, Any]) -> None:
-        """Evaluates the last step if that is due, logs it, and saves what is due."""
+        """Evaluates the last step, logs it and saves it, each where its interval asks for it."""
         trainer, every = self.recipe.trainer, self.recipe.evaluation.every
         is_last = self.done == trainer.steps
         if every and (self.done % every == 0 or is_last):
@@ -209,7 +232,16 @@ class Training:
 
 
 def sample_step(parts: Parts, step: int, progress: RunProgress) -> list[EpisodeResult]:
-    """The episodes of a step (from 0). Raises TrainingFailed where too many of them failed."""
+    """Samples the episodes of a step.
+
+    Args:
+        parts: The run's parts.
+        step: From 0.
+        progress: Is told of every episode.
+
+    Raises:
+        TrainingFailed: Too many episodes failed.
+    """
     recipe = parts.recipe
     plans = [
         EpisodePlan(task, (recipe.seed, 0, step), slot, rollout)
@@ -230,7 +262,20 @@ def update_step(
     progress: RunProgress,
     clock: _Clock,
 ) -> dict[str, float]:
-    """The updates from a step's episodes, and its metrics."""
+    """The updates from a step's episodes.
+
+    Args:
+        parts: The run's parts; the learner's state and the engine's weights are the new ones
+            after it.
+        step: From 0.
+        results: The step's episodes.
+        writer: Gets their transcripts.
+        progress: Is told of every optimiser step.
+        clock: Measures batching and update.
+
+    Returns:
+        The step's metrics.
+    """
     recipe = parts.recipe
     events = [e for r in results if r.episode is not None for e in r.episode.events]
     events = apply_truncation(events, recipe.rollout.truncated)

@@ -32,7 +32,7 @@ Teacher = Callable[[str, Any, Task, random.Random, float], str]
 
 @dataclass(frozen=True)
 class Example:
-    """One call of a role: what it was shown and what the teacher said."""
+    """One call of a role: its prompt and the teacher's response."""
 
     prompt: Prompt
     response: str
@@ -50,7 +50,15 @@ def transcripts(
 ) -> Iterator[Example]:
     """One scripted episode for each task: an example of every distinct prompt of every call.
 
-    ``rewrite`` changes the texts of three episodes in four, all texts of one together (names, say).
+    Args:
+        workflow: Its prompts are those of training.
+        tasks: One episode each.
+        teacher: Answers ``(role, state, task, rng, poor)`` in place of the model.
+        poor: Share of the teacher's outputs that are wrong.
+        seed: Of every episode, with the index of its task.
+        rewrite: Changes the texts of three episodes in four, all texts of an episode together
+            (names, say).
+        on_episode: Called after every episode.
     """
 
     async def episodes(chunk: Sequence[tuple[int, Task]]) -> list[Example]:
@@ -117,23 +125,29 @@ def pack_examples(
     prompt_weight: float,
     rng: np.random.Generator,
 ) -> Packed:
-    """Fills sequences of ``length`` with whole (prompt ids, response ids) pairs, in random order.
+    """Packs complete (prompt ids, response ids) pairs into sequences, in random order.
 
-    Response tokens weigh 1, prompt tokens ``prompt_weight``. Raises RecipeError for a pair that is
-    longer than ``length``.
+    Args:
+        examples: The pairs.
+        length: Tokens of a sequence, T.
+        prompt_weight: Loss weight of a prompt token; that of a response token is 1.
+        rng: Draws the order.
+
+    Raises:
+        RecipeError: A pair is longer than ``length``.
     """
     rows: list[list[tuple[Sequence[int], Sequence[int]]]] = []
-    room = 0
+    free = 0
     for i in rng.permutation(len(examples)):
         prompt, response = examples[i]
         size = len(prompt) + len(response)
         if size > length:
-            raise RecipeError(f"an example has {size} tokens, a sequence {length}")
-        if size > room:
+            raise RecipeError(f"an example must have at most {length} tokens, got {size}")
+        if size > free:
             rows.append([])
-            room = length
+            free = length
         rows[-1].append((prompt, response))
-        room -= size
+        free -= size
     shape = (len(rows), length)
     tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     segments, weights = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
@@ -158,17 +172,28 @@ def encode_examples(
     prompt_tokens: int,
     response_tokens: int,
 ) -> list[tuple[tuple[int, ...], list[int]]]:
-    """(prompt ids, response ids with the stop id) of every example.
+    """Encodes every example as a call of the workflow would be.
 
-    Raises RecipeError for a response that is longer than a call allows.
-    """  # fmt: skip
+    Args:
+        tokenizer: The model's.
+        examples: Prompts and responses.
+        stop_id: Ends every response.
+        prompt_tokens: Longest prompt; it is cut as in training.
+        response_tokens: Longest response, the stop id included.
+
+    Returns:
+        Prompt ids and response ids of each.
+
+    Raises:
+        RecipeError: A response is longer than ``response_tokens``.
+    """
     encoded = []
     for example in examples:
         prompt = fit_prompt(tokenizer, example.prompt, prompt_tokens).ids
         response = [*tokenizer.encode_text(example.response), stop_id]
         if len(response) > response_tokens:
             raise RecipeError(
-                f"a response has {len(response)} tokens, the limit is {response_tokens}: "
+                f"a response must have at most {response_tokens} tokens, got {len(response)}: "
                 f"{example.response!r}"
             )
         encoded.append((prompt, response))
@@ -186,9 +211,20 @@ def train_supervised(
     vocab_size: int,
     on_step: Callable[[int, float], None] | None = None,
 ) -> Qwen:
-    """Next-token training by AdamW under a warm-up and cosine schedule; returns the trained model.
+    """Next-token training by AdamW under a warm-up and cosine schedule.
 
-    ``on_step(step, loss)`` sees the weighted mean loss of every tenth step.
+    Args:
+        model: Where it starts.
+        data: Packed sequences [S, T].
+        steps: Optimiser steps.
+        batch_rows: Sequences of a step.
+        lr: Largest learning rate.
+        seed: Of the order of the sequences.
+        vocab_size: Ids that can be sampled, V.
+        on_step: Called with every tenth step and its weighted mean loss.
+
+    Returns:
+        The trained model.
     """
     graphdef, params = split_params(model)
     schedule = optax.warmup_cosine_decay_schedule(0.0, lr, max(steps // 20, 1), steps, lr / 50)
@@ -213,8 +249,8 @@ def train_supervised(
         grads, loss = add_gradients(
             graphdef, params, zeros, tokens, positions, segments, vocabulary_stage, PLAIN
         )
-        moves, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, moves), opt_state, loss
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
 
     opt_state = optimizer.init(params)
     rng = np.random.default_rng(seed)

@@ -450,7 +450,7 @@ def test_the_cache_gets_what_is_free(recipe_file):
         recipe, architecture, jax.devices(), update.resident, used + 1000 * token / 0.85 + 8
     )
     assert engine.tokens == 1000
-    with pytest.raises(OutOfMemory, match="room for 0 cached tokens, one call needs 320"):
+    with pytest.raises(OutOfMemory, match="the KV cache holds 0 tokens, one call needs 320"):
         abstract_engine(recipe, architecture, jax.devices(), update.resident, used)
 
 
@@ -542,7 +542,7 @@ def test_what_does_not_fit_exits_with_1(run, four_devices, monkeypatch):
     assert code == 1
     assert cells(out, "accumulate")[-1] == "NO"
     assert "does not fit, 0.0" in out
-    assert "does not fit: rollout: beside weights and learner there is room for 0" in out
+    assert "does not fit: rollout: beside weights and learner the KV cache holds 0" in out
 
 
 @pytest.mark.parametrize(

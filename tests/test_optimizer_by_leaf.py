@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from models.known_configs import find_architecture
-from srpo_jax.compile_check.update import abstract_model
+from srpo_jax.compile_check.update import abstract_params
 from srpo_jax.learner.optimizer import apply_by_leaf, make_optimizer
 from srpo_jax.learner.programs import (
     Accumulated,
@@ -76,7 +76,7 @@ def memory_of_apply(config, **options):
     """The compiler's figures, and the bytes of each leaf of the float32 gradient."""
     param_dtype = jnp.dtype(options.pop("param_dtype", "float32"))
     mesh = one_device()
-    graphdef, params = abstract_model(config, param_dtype)
+    graphdef, params = abstract_params(config, param_dtype)
     optimizer = make_optimizer(OptimizerConfig(lr=1e-6, **options), 100)
     where = state_shardings(mesh, params, optimizer)
     settings = LearnerSettings(objective=ObjectiveConfig(), vocab_size=config.vocab_size)

@@ -85,7 +85,7 @@ def test_packing_keeps_pairs_whole_and_weighs_responses():
             assert weights[0] == 0.0 and weights[1:split] == [0.25] * (split - 1)
             found.append((ids[:split], ids[split:]))
     assert sorted(found) == sorted(pairs)
-    with pytest.raises(ValueError, match="an example has 9 tokens, a sequence 8"):
+    with pytest.raises(ValueError, match="an example must have at most 8 tokens, got 9"):
         pack_examples([([1] * 5, [2] * 4)], 8, 0.1, np.random.default_rng(0))
 
 
@@ -97,7 +97,7 @@ def test_a_tiny_model_learns_its_transcripts(tmp_path):
     stop = tokenizer.stop_ids[-1]
     encoded = encode_examples(tokenizer, found, stop, prompt_tokens=96, response_tokens=32)
     assert all(response[-1] == stop for _, response in encoded)
-    with pytest.raises(ValueError, match="a response has"):
+    with pytest.raises(ValueError, match="a response must have at most"):
         encode_examples(tokenizer, found, stop, prompt_tokens=96, response_tokens=4)
     data = pack_examples(encoded, 128, 0.1, np.random.default_rng(0))
     losses = []

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from models.attention.select import cache_attention_on
 from models.known_configs import Architecture
 from srpo_jax.compile_check.report import OutOfMemory, Phase, ProgramReport, compiled_report
-from srpo_jax.compile_check.update import abstract_model
+from srpo_jax.compile_check.update import abstract_params
 from srpo_jax.engine.build import EnginePrograms, engine_programs
 from srpo_jax.engine.layout import REPLICA, TENSOR
 from srpo_jax.learner.sharding import bytes_per_device
@@ -28,11 +28,16 @@ from srpo_jax.run.build_engine import (
 
 @dataclass(frozen=True)
 class AbstractEngine:
-    """An engine's programs on the devices of one host, and what a device holds meanwhile.
+    """An engine's programs on the devices of one host, and the memory of a device during rollout.
 
-    kept     bytes of what stays of the learner: parameters, moments, reference
-    weights  bytes of the engine's own copy
-    cache    bytes of the cache, of ``tokens`` tokens a replica
+    Attributes:
+        programs: Not compiled yet.
+        replicas: Data-parallel copies.
+        tensor: Tensor-parallel devices of a replica.
+        tokens: Capacity of a replica's KV cache.
+        kept: Bytes that stay of the learner: parameters, moments, reference.
+        weights: Bytes of the engine's copy of the weights.
+        cache: Bytes of the KV cache.
     """
 
     programs: EnginePrograms
@@ -44,7 +49,11 @@ class AbstractEngine:
     cache: int
 
     def compile(self) -> dict[str, ProgramReport]:
-        """Compiles both programs. Raises OutOfMemory."""
+        """Compiles prefill and decode.
+
+        Raises:
+            OutOfMemory: One of them alone needs more than a device has.
+        """
         programs = self.programs
         arguments = programs.weights, programs.state
         decode = programs.decode.lower(*arguments, programs.plan, top=False)
@@ -69,14 +78,22 @@ def abstract_engine(
     resident: Mapping[str, int],
     usable: float,
 ) -> AbstractEngine:
-    """The recipe's engine on a host's devices, where ``resident`` bytes of the learner (as
-    AbstractUpdate.resident) leave it the rest of ``usable``.
+    """The recipe's engine on a host's devices.
 
-    Raises RecipeError for a mesh that these devices do not make and what their attention does not
-    take, OutOfMemory where the cache has no room for one call.
+    Args:
+        recipe: The recipe.
+        architecture: Of its model.
+        devices: Of one host.
+        resident: Bytes of the learner on a device, as ``AbstractUpdate.resident``.
+        usable: Bytes of a device.
+
+    Raises:
+        RecipeError: These devices do not form the mesh, or their attention does not support the
+            model.
+        OutOfMemory: The KV cache cannot hold one call.
     """
     config = architecture.config
-    graphdef, params = abstract_model(config, jnp.dtype(recipe.model.param_dtype))
+    graphdef, params = abstract_params(config, jnp.dtype(recipe.model.param_dtype))
     num_params = sum(a.size for a in jax.tree.leaves(params))
     settings = engine_settings(recipe)
     try:
@@ -91,8 +108,8 @@ def abstract_engine(
     tokens, one = cache_budget(settings, config, tensor, shapes, free), shapes.request_pages
     if tokens < one * shapes.page:
         raise OutOfMemory(
-            f"rollout: beside weights and learner there is room for {tokens} cached tokens, one "
-            f"call needs {one * shapes.page}"
+            f"rollout: beside weights and learner the KV cache holds {tokens} tokens, one call "
+            f"needs {one * shapes.page}"
         )
     try:
         programs = engine_programs(

@@ -53,9 +53,12 @@ class _Instruction:
 def read_collectives(hlo: str, open_trips: Sequence[int] = ()) -> Collectives:
     """Counts the collectives of a compiled module's text (``compiled.as_text()``).
 
-    Bodies of loops count as often as they run. Loops whose length is an argument run as
-    ``open_trips`` says, by how many such loops are around them, and once beyond its end. Every
-    branch of a conditional counts.
+    Bodies of loops count as often as they run, and every branch of a conditional counts.
+
+    Args:
+        hlo: The text.
+        open_trips: Trip counts of loops whose length is an argument, by nesting depth among such
+            loops; 1 beyond its end.
     """
     computations, entry = _parse(hlo)
     found = {kind: Collective(0, 0) for kind in KINDS}

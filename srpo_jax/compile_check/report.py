@@ -17,6 +17,7 @@ from models.config import ModelConfig
 from srpo_jax.compile_check.hlo import Collectives, read_collectives
 
 GIB = 2**30
+
 # ---- memory --------------------------------------------------------------------------------------
 
 
@@ -27,9 +28,19 @@ USABLE_GIB = {"v4": 15.25, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25}
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """One compiled program, on one device. ``peak`` counts arguments, outputs and temporaries that
-    live together; ``flops`` is XLA's own count, which takes the body of a loop once and knows
-    nothing of kernels."""
+    """One compiled program, in bytes on one device.
+
+    Attributes:
+        name: Of the program.
+        arguments: Of its arguments.
+        outputs: Of its outputs.
+        aliased: Outputs that reuse donated arguments.
+        temporaries: Of its temporaries.
+        peak: Arguments, outputs and temporaries that live together.
+        flops: XLA's own count, which takes the body of a loop once and knows nothing of kernels.
+        collectives: By kind.
+        seconds: Compile time.
+    """
 
     name: str
     arguments: int
@@ -49,7 +60,14 @@ class ProgramReport:
         seconds: float,
         open_trips: Sequence[int] = (),
     ) -> ProgramReport:
-        """``open_trips``: see ``read_collectives``."""
+        """Reads a compiled program.
+
+        Args:
+            name: Of the program.
+            compiled: The program.
+            seconds: Compile time.
+            open_trips: See ``read_collectives``.
+        """
         memory: Any = compiled.memory_analysis()
         costs: Any = compiled.cost_analysis()
         hlo: Any = compiled.as_text()  # JAX has a None for other compilers in all three
@@ -61,7 +79,7 @@ class ProgramReport:
 
     @property
     def scratch(self) -> int:
-        """What the program needs at its peak beside its arguments and outputs."""
+        """The workspace at its peak: what it needs beside its arguments and outputs."""
         return max(self.peak - self.arguments - (self.outputs - self.aliased), 0)
 
 
@@ -72,7 +90,16 @@ class OutOfMemory(Exception):
 def compiled_report(
     name: str, lowered: jax.stages.Lowered, open_trips: Sequence[int] = ()
 ) -> ProgramReport:
-    """Compiles a program. Raises OutOfMemory."""
+    """Compiles a program.
+
+    Args:
+        name: What errors call it.
+        lowered: The program.
+        open_trips: See ``read_collectives``.
+
+    Raises:
+        OutOfMemory: XLA refuses it.
+    """
     started = time.perf_counter()
     try:
         compiled = lowered.compile()
@@ -175,6 +202,11 @@ def model_flops(config: ModelConfig, sequences: int, length: int) -> ModelFlops:
 
     2 operations for each weight of a matrix and token; for attention the causal half of scores and
     weighted sum, 2 x 2 x length^2 / 2 operations for each layer, head and head dimension.
+
+    Args:
+        config: The architecture.
+        sequences: S, all of them full.
+        length: Tokens of a sequence, T.
     """
     attention_width = config.num_heads * config.head_dim
     kv_width = config.num_kv_heads * config.head_dim

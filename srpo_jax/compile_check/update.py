@@ -41,10 +41,14 @@ MICRO_BATCHES = 64
 class AbstractUpdate:
     """An update's programs, their arguments as ShapeDtypeStructs, and what stays between them.
 
-    resident    bytes on one device: parameters, moments, gradient sums, batch, and the frozen
-                reference where the objective has one
-    chunks      of tokens in the vocabulary stage of one micro-batch, if every token carries loss
-    num_params  elements of the parameters
+    Attributes:
+        programs: Not compiled yet.
+        arguments: By program.
+        resident: Bytes on one device: parameters, moments, gradient sums, batch, and the frozen
+            reference where the objective has one.
+        chunks: Token chunks of the vocabulary stage of one micro-batch, if every token carries
+            loss.
+        num_params: Elements of the parameters.
     """
 
     programs: LearnerPrograms
@@ -54,7 +58,11 @@ class AbstractUpdate:
     num_params: int
 
     def compile(self) -> dict[str, ProgramReport]:
-        """Compiles each program; collectives are those of one micro-batch. Raises OutOfMemory."""
+        """Compiles each program; collectives are those of one micro-batch.
+
+        Raises:
+            OutOfMemory: One of them alone needs more than a device has.
+        """
         reports = {}
         for name, arguments in self.arguments.items():
             # Open loops: over the micro-batches, and in it over the chunks of tokens with loss.
@@ -64,20 +72,28 @@ class AbstractUpdate:
 
 
 def sequence_length(recipe: Recipe) -> int:
-    """Tokens of a training sequence: packed, or one call at its longest."""
+    """Tokens of a training sequence: packed, or one call of maximal length."""
     rollout = recipe.rollout
     return max(recipe.learner.sequence_tokens or 0, rollout.prompt_tokens + rollout.response_tokens)
 
 
 def abstract_update(recipe: Recipe, architecture: Architecture, mesh: Mesh) -> AbstractUpdate:
-    """The update of a recipe on ``mesh``. Raises RecipeError where its rows do not divide, or its
-    attention is another platform's."""
+    """The update of a recipe on a mesh.
+
+    Args:
+        recipe: The recipe.
+        architecture: Of its model.
+        mesh: Axes (data, fsdp, tensor); its devices need not be there.
+
+    Raises:
+        RecipeError: Its rows do not divide over the mesh, or its attention is another platform's.
+    """
     check_mesh(recipe, mesh)
     S, T, shards = recipe.learner.micro_batch_rows, sequence_length(recipe), batch_shards(mesh)
     config = architecture.config
     settings = learner_settings(recipe, architecture.tokenizer_ids)
     optimizer = make_optimizer(recipe.optimizer, recipe.total_updates)
-    graphdef, params = abstract_model(config, jnp.dtype(recipe.model.param_dtype))
+    graphdef, params = abstract_params(config, jnp.dtype(recipe.model.param_dtype))
     where = state_shardings(mesh, params, optimizer)
     wide = jnp.promote_types(settings.dtype, jnp.float32)
 
@@ -139,7 +155,8 @@ def abstract_update(recipe: Recipe, architecture: Architecture, mesh: Mesh) -> A
     )
 
 
-def abstract_model(config: ModelConfig, dtype: Any) -> tuple[Any, dict]:
+def abstract_params(config: ModelConfig, dtype: Any) -> tuple[Any, dict]:
+    """A model's static part and its parameters as ShapeDtypeStructs (see ``split_params``)."""
     return split_params(nnx.eval_shape(lambda: Qwen(config, rngs=nnx.Rngs(0), dtype=dtype)))
 
 
