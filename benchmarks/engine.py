@@ -37,20 +37,20 @@ def main(argv: list[str] | None = None) -> int:
 
     def run(name: str, python: Path) -> Figures:
         options = {"repeats": args.repeats}
-        return harness.run_peer(name, python, ENGINES[name].module, options, read=read_figures)
+        return harness.run_peer(name, python, ENGINES[name].module, options, read=engine_figures)
 
     with harness.output_of_failures(console):
         pythons = harness.interpreters(ENGINES, console, args.skip)
-        found = harness.run_rounds(pythons, args.rounds, run, describe, console)
+        found = harness.run_interleaved(pythons, args.rounds, run, engine_line, console)
     harness.report(engine_table(found), machine_line(found[OURS]), figures=engine_ratios(found))
     return 0
 
 
-def read_figures(printed: Any) -> dict[str, float]:
+def engine_figures(printed: Any) -> dict[str, float]:
     return {key: float(value) for key, value in printed.items()}
 
 
-def describe(figures: Figures) -> str:
+def engine_line(figures: Figures) -> str:
     return ", ".join(f"{key} {value:.0f}" for key, value in figures.items())
 
 

@@ -28,7 +28,7 @@ from launch.cli import Parser, output
 OURS = "srpo_jax"
 
 Figures = Mapping[str, float]
-T = TypeVar("T")
+FiguresRead = TypeVar("FiguresRead")
 
 
 class Program(NamedTuple):
@@ -97,9 +97,9 @@ def run_peer(
     module: str,
     options: Mapping[str, int] | None = None,
     *,
-    read: Callable[[Any], T],
+    read: Callable[[Any], FiguresRead],
     stdin: str = "",
-) -> T:
+) -> FiguresRead:
     """Runs a measured program on the CPU and reads the figures on the last line of its output.
 
     Args:
@@ -137,7 +137,7 @@ def run_peer(
         ) from None
 
 
-def run_rounds(
+def run_interleaved(
     pythons: Mapping[str, Path],
     rounds: int,
     run: Callable[[str, Path], Figures],

@@ -41,11 +41,11 @@ def main(argv: list[str] | None = None) -> int:
 
     def run(name: str, python: Path, factor: int = 1, steps: int = args.steps) -> Figures:
         options = {"rows": args.rows * factor, "steps": steps}
-        return harness.run_peer(name, python, LEARNERS[name].module, options, read=read_figures)
+        return harness.run_peer(name, python, LEARNERS[name].module, options, read=learner_figures)
 
     with harness.output_of_failures(console):
         pythons = harness.interpreters(LEARNERS, console, args.skip)
-        found = harness.run_rounds(pythons, args.rounds, run, describe, console)
+        found = harness.run_interleaved(pythons, args.rounds, run, learner_line, console)
         lines = []
         if args.batch_factor:
             console.print(f"{OURS} on {args.batch_factor} times the rows")
@@ -55,11 +55,11 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def read_figures(printed: Any) -> dict[str, float]:
+def learner_figures(printed: Any) -> dict[str, float]:
     return {key: float(printed[key]) for key in MEASURED}
 
 
-def describe(figures: Figures) -> str:
+def learner_line(figures: Figures) -> str:
     return (
         f"{figures['tokens_per_second']:.0f} tok/s  "
         f"{figures['peak_gflops']:.0f} GFLOP/s matmul peak"

@@ -33,7 +33,7 @@ from srpo_jax.run.build import Parts, build_parts
 
 RECIPE = ROOT / "configs" / "math_smollm2_cpu.yaml"
 PEER = "transformers"
-PROGRAMS = {PEER: Program("benchmarks.peers.torch_math_round", "torch")}
+PEERS = {PEER: Program("benchmarks.peers.torch_math_round", "torch")}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     console = harness.progress_console()
     jax.config.update("jax_platforms", "cpu")  # the peer's environment has no accelerator
     with harness.output_of_failures(console):
-        python = harness.interpreters(PROGRAMS, console)[PEER]
+        python = harness.interpreters(PEERS, console)[PEER]
         parts = build_parts(recipe)
         console.print("a round that compiles")
         run_round(parts, 0)
@@ -146,7 +146,7 @@ def transformers_speed(
         "repeats": repeats,
     }
     return harness.run_peer(
-        PEER, python, PROGRAMS[PEER].module, read=read_speed, stdin=json.dumps(work)
+        PEER, python, PEERS[PEER].module, read=read_speed, stdin=json.dumps(work)
     )
 
 

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
 
     def step_ms(top_p: float) -> float:
-        """Milliseconds of one decode step, over one burst; a prompt of one id has no prefill."""
+        """Milliseconds of one decode step, over one dispatch; a prompt of one id has no prefill."""
         requests = [
             Request([row], request_key(row), args.steps, top_p=top_p) for row in range(args.rows)
         ]

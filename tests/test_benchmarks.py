@@ -91,14 +91,14 @@ def test_steps_are_timed_with_the_peak_between_them(monkeypatch):
 def test_figures_are_on_the_last_line(tmp_path):
     printed = json.dumps(figures(7) | {"tokens": 3})
     python = script(tmp_path / "python", f"echo a warning; echo '{{}}'; echo '{printed}'")
-    assert harness.run_peer("tunix", python, "m", read=learner.read_figures) == figures(7)
+    assert harness.run_peer("tunix", python, "m", read=learner.learner_figures) == figures(7)
 
 
 @pytest.mark.parametrize("printed", ["", "done", "3", '{"seconds": 1}', "[1]"])
 def test_a_program_without_figures_is_an_error(printed, tmp_path):
     python = script(tmp_path / "python", f"echo '{printed}'")
     with pytest.raises(PeerError, match=r"^torch: the last line") as error:
-        harness.run_peer("torch", python, "m", read=learner.read_figures)
+        harness.run_peer("torch", python, "m", read=learner.learner_figures)
     assert error.value.output == printed
 
 

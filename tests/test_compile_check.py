@@ -23,7 +23,7 @@ from models.known_configs import find_architecture
 from models.qwen import Qwen
 from srpo_jax.compile_check import report as compile_report
 from srpo_jax.compile_check.engine import abstract_engine
-from srpo_jax.compile_check.hlo import Collective, Collectives, read_collectives
+from srpo_jax.compile_check.hlo import Collective, CollectiveCounts, read_collectives
 from srpo_jax.compile_check.report import (
     GIB,
     OutOfMemory,
@@ -231,12 +231,12 @@ def test_program_report_of_a_compiled_program():
     assert report.flops == pytest.approx(2 * 64**3, rel=0.01)
     assert report.peak >= report.arguments + report.outputs
     assert report.scratch == report.peak - report.arguments - report.outputs
-    assert report.collectives == Collectives({}, 0)
+    assert report.collectives == CollectiveCounts({}, 0)
 
 
 def test_scratch_counts_donated_arguments_once():
     """3 GiB in, 2 of them given back as the output: a peak of 4 leaves 1."""
-    report = ProgramReport("apply", 3, 2, 2, 9, 4, 0.0, Collectives({}, 0), 0.0)
+    report = ProgramReport("apply", 3, 2, 2, 9, 4, 0.0, CollectiveCounts({}, 0), 0.0)
     assert report.scratch == 1
 
 
@@ -253,7 +253,7 @@ def test_phase_table_adds_up_and_says_what_does_not_fit():
 
 
 def test_memory_and_collective_tables():
-    found = Collectives({"all-gather": Collective(36, 3 * GIB)}, 0)
+    found = CollectiveCounts({"all-gather": Collective(36, 3 * GIB)}, 0)
     report = ProgramReport("apply", 4 * GIB, 3 * GIB, 2 * GIB, GIB, 6 * GIB, 1.0, found, 2.5)
     row = cells(text_of(memory_table([report])), "apply")
     assert row == ["apply", "4.00", "3.00", "2.00", "1.00", "6.00", "2.5 s"]

@@ -58,7 +58,7 @@ def test_a_program_that_fails(tmp_path, body, said):
     program.write_text(f"#!/bin/sh\n{body}\n")
     program.chmod(0o755)
     with pytest.raises(PeerError, match=said):
-        harness.run_peer("tunix", program, "a.module", {"repeats": 1}, read=engine.read_figures)
+        harness.run_peer("tunix", program, "a.module", {"repeats": 1}, read=engine.engine_figures)
 
 
 def test_the_figures_of_a_decode_step(capsys):

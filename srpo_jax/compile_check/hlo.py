@@ -30,7 +30,7 @@ class Collective:
     bytes: int
 
 
-class Collectives(NamedTuple):
+class CollectiveCounts(NamedTuple):
     """Collectives by kind, and the number of loops whose length is not in the program.
 
     The bytes of a collective are the larger of what a device puts in and what it gets.
@@ -50,7 +50,7 @@ class _Instruction:
     text: str
 
 
-def read_collectives(hlo: str, open_trips: Sequence[int] = ()) -> Collectives:
+def read_collectives(hlo: str, open_trips: Sequence[int] = ()) -> CollectiveCounts:
     """Counts the collectives of a compiled module's text (``compiled.as_text()``).
 
     Bodies of loops count as often as they run, and every branch of a conditional counts.
@@ -89,7 +89,7 @@ def read_collectives(hlo: str, open_trips: Sequence[int] = ()) -> Collectives:
                     walk(called, times, depth)
 
     walk(entry, 1, 0)
-    return Collectives({kind: c for kind, c in found.items() if c.count}, open_loops)
+    return CollectiveCounts({kind: c for kind, c in found.items() if c.count}, open_loops)
 
 
 def _parse(hlo: str) -> tuple[dict[str, dict[str, _Instruction]], str]:

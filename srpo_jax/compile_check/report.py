@@ -14,7 +14,7 @@ import jax
 from rich.table import Table
 
 from models.config import ModelConfig
-from srpo_jax.compile_check.hlo import Collectives, read_collectives
+from srpo_jax.compile_check.hlo import CollectiveCounts, read_collectives
 
 GIB = 2**30
 
@@ -49,7 +49,7 @@ class ProgramReport:
     temporaries: int
     peak: int
     flops: float
-    collectives: Collectives
+    collectives: CollectiveCounts
     seconds: float
 
     @classmethod

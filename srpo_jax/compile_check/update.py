@@ -95,7 +95,7 @@ def abstract_update(recipe: Recipe, architecture: Architecture, mesh: Mesh) -> A
     optimizer = make_optimizer(recipe.optimizer, recipe.total_updates)
     graphdef, params = abstract_params(config, jnp.dtype(recipe.model.param_dtype))
     where = state_shardings(mesh, params, optimizer)
-    wide = jnp.promote_types(settings.dtype, jnp.float32)
+    acc_dtype = jnp.promote_types(settings.dtype, jnp.float32)
 
     def array(kind, shape=(), sharding=where.whole):
         return jax.ShapeDtypeStruct(shape, kind, sharding=sharding)
@@ -119,7 +119,7 @@ def abstract_update(recipe: Recipe, architecture: Architecture, mesh: Mesh) -> A
         jax.tree.map(
             lambda p: array(jnp.promote_types(p.dtype, float32), p.shape, p.sharding), state.params
         ),
-        array(wide), array(wide),
+        array(acc_dtype), array(acc_dtype),
     )  # fmt: skip
     tokens = TokenArrays(
         *map(per_token, (int32, int32, int32, jnp.bool_, float32, int32))
@@ -128,8 +128,8 @@ def abstract_update(recipe: Recipe, architecture: Architecture, mesh: Mesh) -> A
         row_event=per_row(int32), row_advantage=per_row(float32), row_role=per_row(int32),
         event_size=per_row(int32), event_advantage=per_row(float32), skipped=array(int32, (3,)),
     )  # fmt: skip
-    scores = TokenScores(per_token(wide), per_token(wide))
-    weights = TokenWeights(per_token(wide), per_token(wide), per_token(jnp.bool_))
+    scores = TokenScores(per_token(acc_dtype), per_token(acc_dtype))
+    weights = TokenWeights(per_token(acc_dtype), per_token(acc_dtype), per_token(jnp.bool_))
     has_reference = bool(settings.objective.kl_coef)
     resident = {
         "parameters": bytes_per_device(state.params),
