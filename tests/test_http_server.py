@@ -307,6 +307,21 @@ def test_a_head_that_does_not_come_ends_the_connection(monkeypatch, sent):
             raise AssertionError("the connection is still open")
 
 
+def test_an_answers_body_does_not_wait_for_the_acknowledgement_of_its_head(monkeypatch):
+    found = []
+
+    class Protocol(http_server._Protocol):
+        def connection_made(self, transport):
+            super().connection_made(transport)
+            connection = transport.get_extra_info("socket")
+            found.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    monkeypatch.setattr(http_server, "_Protocol", Protocol)
+    with running(an_app()) as address:
+        assert exchange(address, HEAD + b"Content-Length: 0\r\n\r\n") == (200, 0)
+    assert found and all(found)
+
+
 def test_a_client_that_reads_nothing_is_let_go(monkeypatch):
     monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.3)
     with running(an_app()) as address, socket.create_connection(address, timeout=20) as client:
