@@ -1,4 +1,4 @@
-"""The workflow protocol: how a team of roles moves one shared state.
+"""The workflow protocol: how a team of roles changes one shared state.
 
 A workflow is one coroutine. Every ``await team.act(...)`` is one decision event: the roles named in
 the call are its active set, and all of them see the same pre-action state, because ``act`` renders
@@ -38,7 +38,9 @@ from envs.tool_threads import QUEUEING, TOOL_THREADS, ToolThreads
 class EpisodeFailed(Exception):
     """An episode that ends without an outcome: it is dropped and counted under ``cause``.
 
-    ``cause`` is one short word that metrics are counted by (``tool_timeout``, ``retrieval``, ...).
+    Args:
+        cause: One short word that metrics are counted by (``tool_timeout``, ``retrieval``, ...).
+        detail: What happened, for the one line that is shown.
     """
 
     def __init__(self, cause: str, detail: str = ""):
@@ -48,7 +50,15 @@ class EpisodeFailed(Exception):
 
 @dataclass(frozen=True)
 class Task:
-    """One task: ``answer`` is the gold answer, or a tuple of accepted ones."""
+    """One task.
+
+    Args:
+        id: Unlike that of any other task of its set.
+        prompt: The problem or question.
+        answer: The gold answer, or a tuple of accepted ones.
+        source: Where it comes from, as results are grouped by.
+        extra: What else a workflow or a reward may want to know.
+    """
 
     id: str
     prompt: str
@@ -65,9 +75,15 @@ class Task:
 class Cut:
     """A teammate's or a tool's text inside a prompt: it may be shortened to fit the budget.
 
-    ``limit`` caps its tokens in any case; beyond that, all cuttable texts of a prompt share what
-    the fixed part leaves in equal parts. ``keep`` says which end survives. Raises TypeError for
-    values of other kinds.
+    All cuttable texts of a prompt share what its fixed part leaves in equal parts.
+
+    Args:
+        text: The text, without a label: a label is a part of its own, before the Cut.
+        keep: Which end survives.
+        limit: Its most tokens in any case (None: what fits).
+
+    Raises:
+        TypeError: A value of another kind.
     """
 
     text: str
@@ -83,10 +99,15 @@ class Cut:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A fresh chat: a system message and one user turn, its parts joined without separators.
+    """A fresh chat: a system message and one user turn.
 
-    ``user`` may be given as any sequence of parts, or as one string. Raises TypeError for values of
-    other kinds.
+    Args:
+        system: The system message.
+        user: The parts of the user turn, joined without separators: any sequence of texts and
+            Cuts, or one of them.
+
+    Raises:
+        TypeError: A value of another kind.
     """
 
     system: str
@@ -107,7 +128,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Output:
-    """One sampled output. ``uid`` is its place among the outputs of its episode."""
+    """One sampled output.
+
+    Args:
+        uid: Its place among the outputs of its episode.
+        role: Who said it.
+        text: What was said, without special tokens.
+        stop_reason: Whether it ended itself or was cut at the response's most tokens.
+    """
 
     uid: int
     role: str
@@ -117,9 +145,17 @@ class Output:
 
 @dataclass(frozen=True)
 class Score:
-    """What a reward says of an outcome. ``error`` marks a grade that could not be decided in its
-    limits: it is counted apart from wrong answers. Raises TypeError for values of other kinds, a
-    reward that is not finite among them.
+    """What a reward says of an outcome.
+
+    Args:
+        reward: The team's reward, finite.
+        correct: Whether the answer is right, as accuracies count it.
+        error: Why the grade could not be decided in its limits (None: it could): counted apart
+            from wrong answers.
+        info: Figures to log.
+
+    Raises:
+        TypeError: A value of another kind, a reward that is not finite among them.
     """
 
     reward: float
@@ -138,10 +174,17 @@ class Score:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an episode ended: the response that is scored, the last state, and figures to log.
+    """How an episode ended.
 
-    ``score`` is for workflows that score themselves; otherwise the recipe's reward is asked, then
-    the workflow's own ``reward`` method. Raises TypeError for values of other kinds.
+    Args:
+        response: The text that is scored.
+        state: The last state.
+        score: Of a workflow that scores itself; otherwise the recipe's reward is asked, then the
+            workflow's own ``reward`` method.
+        info: Figures to log.
+
+    Raises:
+        TypeError: A value of another kind.
     """
 
     response: str
@@ -216,9 +259,11 @@ class Team(ABC):
     """Samples the outputs of one episode and keeps the record of its calls.
 
     Subclasses say how outputs are sampled; what makes an event is decided here, once.
-    ``tool_seconds`` is the time limit of one tool call, from the start of its work;
-    ``queue_seconds`` that of its waiting for a free thread before. ``roles``: those that calls may
-    name (None: any).
+
+    Args:
+        tool_seconds: Time limit of one tool call, from the start of its work.
+        queue_seconds: Time limit of its waiting for a free thread before.
+        roles: Those that calls may name (None: any).
     """
 
     def __init__(
@@ -240,17 +285,38 @@ class Team(ABC):
     async def act(
         self, event_type: str, state: Any, *, roles: Sequence[str], render: Render
     ) -> tuple[Output, ...]:
-        """Samples one decision event: every role acts on the same pre-action ``state``."""
+        """Samples one decision event: every role acts on the same pre-action ``state``.
+
+        Args:
+            event_type: What kind of decision it is (``solve``, ``verify``, ...).
+            state: The shared state, a frozen dataclass as a rule.
+            roles: The active set: who acts, each once.
+            render: (role, state) -> the Prompt that the role is shown.
+
+        Returns:
+            One output for each role, in their order.
+
+        Raises:
+            ValueError: No role, one twice, or one that the workflow does not declare.
+            TypeError: A prompt that is none.
+            EpisodeFailed: The outputs cannot be sampled.
+        """
         return await self._call("event", event_type, state, roles, render)
 
     async def draft(
         self, state: Any, *, roles: Sequence[str], render: Render, name: str = "draft"
     ) -> tuple[Output, ...]:
-        """Samples private outputs: no event, never trained."""
+        """Samples private outputs: no event, never trained. Arguments as of ``act``; ``name``
+        stands for the event's type."""
         return await self._call("draft", name, state, roles, render)
 
     def malformed(self, output: Output, reason: str) -> None:
-        """Marks an output that does not parse. It stays in its event, is penalised and trained."""
+        """Marks an output that does not parse. It stays in its event, is penalised and trained.
+
+        Raises:
+            TypeError: The reason is no text.
+            ValueError: The output is none of this episode's.
+        """
         _due("malformed(): the reason", reason, isinstance(reason, str), "a string")
         for call in reversed(self.calls):
             if any(output is o for o in call.outputs):
@@ -267,11 +333,22 @@ class Team(ABC):
     ) -> Any:
         """Runs a tool under the time limit, which counts from the start of its work.
 
-        An async function runs in the event loop, any other in one of ``threads`` (its own ones for
-        a tool that takes only so many calls at once); what it returns is awaited if it can be.
-        Raises EpisodeFailed where it is too slow ("tool_timeout") or no thread was free for longer
-        than ``queue_seconds`` ("tool_queue"). What the tool raises passes through: tools raise
-        EpisodeFailed for failures that end the episode.
+        An async function runs in the event loop, any other in a thread; what it returns is awaited
+        if it can be.
+
+        Args:
+            name: What its calls are counted under.
+            function: The tool.
+            *args: Its arguments.
+            threads: Where it runs: its own ones for a tool that takes only so many calls at once.
+
+        Returns:
+            What the tool returns.
+
+        Raises:
+            EpisodeFailed: It is too slow ("tool_timeout"), or no thread was free for longer than
+                ``queue_seconds`` ("tool_queue"). What the tool itself raises passes through: it
+                raises EpisodeFailed for a failure that ends the episode.
         """
         self.tool_calls[name] = self.tool_calls.get(name, 0) + 1
         loop = asyncio.get_running_loop()
@@ -380,9 +457,19 @@ Replies = Mapping[str, Iterable[str]] | Sequence[str] | Callable[[str, Any, Prom
 
 
 class ScriptedTeam(Team):
-    """Outputs that are given: by role, in call order, or by a function of (role, state, prompt).
+    """A team whose outputs are given, for tests and rehearsals.
 
-    Raises EpisodeFailed("script") where the script has no output left for a role.
+        team = ScriptedTeam({"solver_1": ["4"], "solver_2": ["5"]})
+        outcome = asyncio.run(TwoSolvers().run(Task("1", "2 + 2?", "4"), team))
+        assert [len(call.roles) for call in team.calls] == [2]
+
+    Args:
+        replies: Outputs by role, all outputs in call order, or a function of (role, state, prompt).
+        tool_seconds: As of Team.
+        queue_seconds: As of Team.
+        roles: As of Team.
+
+    A call raises EpisodeFailed("script") where no output is left for a role.
     """
 
     def __init__(
