@@ -93,7 +93,7 @@ def _models(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
 
 
 def _type(annotation: Any) -> str:
-    from srpo_jax.recipe.switches import Choice
+    from srpo_jax.recipe.switches import OneOf
 
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is type(None):
@@ -101,7 +101,7 @@ def _type(annotation: Any) -> str:
     if origin is typing.Literal:
         return ", ".join(_code(arg) for arg in args)
     if origin is typing.Annotated:
-        choices = [mark for mark in args[1:] if isinstance(mark, Choice)]
+        choices = [mark for mark in args[1:] if isinstance(mark, OneOf)]
         return ", ".join(map(_code, choices[0].names())) if choices else _type(args[0])
     if origin in (list, tuple):
         return f"list of {_type(args[0])}"

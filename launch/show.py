@@ -14,7 +14,7 @@ from srpo_jax.recipe.errors import RecipeError, nearest
 from srpo_jax.run.logs import RunFileError, episode_steps, find_episode, read_episodes
 
 
-class Member(BaseModel):
+class MemberRecord(BaseModel):
     """What is shown of a member of an event."""
 
     role: str
@@ -27,7 +27,7 @@ class Member(BaseModel):
     malformed: str | None
 
 
-class Event(BaseModel):
+class EventRecord(BaseModel):
     """What is shown of an event."""
 
     type: str
@@ -36,7 +36,7 @@ class Event(BaseModel):
     state: str
     expected: int
     advantage: float | None = None
-    members: list[Member]
+    members: list[MemberRecord]
 
 
 class Problem(BaseModel):
@@ -47,7 +47,7 @@ class Problem(BaseModel):
     answer: Any
 
 
-class Episode(BaseModel):
+class EpisodeRecord(BaseModel):
     """What is shown of an episode's record; it may hold more."""
 
     id: str
@@ -57,7 +57,7 @@ class Episode(BaseModel):
     correct: bool | None
     failure: str | None = None
     detail: str = ""
-    events: list[Event]
+    events: list[EventRecord]
     outcome: dict[str, Any] | None
     cost: dict[str, float]
 
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _checked(record: dict[str, Any], run: str) -> dict[str, Any]:
     try:
-        Episode.model_validate(record)
+        EpisodeRecord.model_validate(record)
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(map(str, problem["loc"]))

@@ -52,7 +52,7 @@ class SweepConfig(Section):
 
 
 @dataclass(frozen=True)
-class Member:
+class SweepMember:
     """One run of a sweep. ``setting`` is its point of the grid, without the seed."""
 
     name: str
@@ -122,7 +122,7 @@ def load_sweep(path: str | Path) -> SweepConfig:
         raise RecipeError(f"{path}: {first_problem(error, SweepConfig)}") from None
 
 
-def plan(path: Path, config: SweepConfig) -> tuple[Path, list[Member]]:
+def plan(path: Path, config: SweepConfig) -> tuple[Path, list[SweepMember]]:
     """The sweep's folder and its members, every recipe checked before anything runs.
 
     Args:
@@ -161,7 +161,7 @@ def plan(path: Path, config: SweepConfig) -> tuple[Path, list[Member]]:
                 f"{folder} holds a run of another recipe ({change}): give the sweep another `out`"
             )
         members.append(
-            Member(folder.name, setting, recipe, overrides, folder, loaded.trainer.steps)
+            SweepMember(folder.name, setting, recipe, overrides, folder, loaded.trainer.steps)
         )
         members[-1].step  # noqa: B018 (a record that cannot be read is said before anything runs)
     names = [member.name for member in members]
@@ -170,7 +170,7 @@ def plan(path: Path, config: SweepConfig) -> tuple[Path, list[Member]]:
     return out, members
 
 
-def run_local(member: Member) -> int:
+def run_local(member: SweepMember) -> int:
     """Trains a member in a process of its own; what it prints goes to its ``train.log``.
 
     The process gets every SIGINT and SIGTERM that comes meanwhile, as if it had been started alone.
@@ -200,7 +200,7 @@ def run_local(member: Member) -> int:
 
 
 def run_sweep(
-    out: Path, members: Sequence[Member], metric: str, run_member: Callable[[Member], int]
+    out: Path, members: Sequence[SweepMember], metric: str, run_member: Callable[[SweepMember], int]
 ) -> int:
     """Runs the members that are not finished, records each, prints the table.
 
@@ -267,7 +267,7 @@ def seed_table(values: Mapping[str, Sequence[float]], metric: str) -> Table:
     return table
 
 
-def _record(member: Member, code: int | None, begun: int) -> dict[str, Any]:
+def _record(member: SweepMember, code: int | None, begun: int) -> dict[str, Any]:
     """``code``: the exit code, None where nothing had to run. ``begun``: where in the log the
     member's own lines begin."""
     if member.finished:

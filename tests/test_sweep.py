@@ -15,7 +15,7 @@ from rich.console import Console
 
 from launch.sweep import (
     FAILED,
-    Member,
+    SweepMember,
     load_sweep,
     main,
     plan,
@@ -36,7 +36,7 @@ def sweep(tmp_path, monkeypatch):
     (tmp_path / "tiny.yaml").write_text(MINIMAL)
     (tmp_path / "sweeps").mkdir()
 
-    def make(text: str) -> tuple[Path, list[Member]]:
+    def make(text: str) -> tuple[Path, list[SweepMember]]:
         path = Path("sweeps/my_sweep.yaml")
         path.write_text("recipe: ../tiny.yaml\n" + text)
         return plan(path, load_sweep(path))
@@ -54,7 +54,7 @@ class Trainer:
         self.behaviour = behaviour
         self.ran: list[str] = []
 
-    def __call__(self, member: Member) -> int:
+    def __call__(self, member: SweepMember) -> int:
         self.ran.append(member.name)
         how = self.behaviour.get(f"run{len(self.ran)}", "finish")
         step = {"finish": member.target, "early": member.target - 1, "raise": None}[how]
@@ -224,7 +224,7 @@ def test_the_reason_of_a_failed_member_is_said_and_the_rest_runs(sweep, capsys):
     out, members = sweep(GRID)
 
     class Refused(Trainer):
-        def __call__(self, member: Member) -> int:
+        def __call__(self, member: SweepMember) -> int:
             if member is not members[1]:
                 return super().__call__(member)
             with open(member.out / "train.log", "a") as log:
@@ -265,7 +265,7 @@ def test_signals_go_to_the_member_that_runs(sweep, monkeypatch, number):
     )
     waiting = threading.Thread(target=signal_when_ready, args=(member.out / "train.log", number))
     waiting.start()
-    monkeypatch.setattr(Member, "command", [sys.executable, "-c", child])
+    monkeypatch.setattr(SweepMember, "command", [sys.executable, "-c", child])
     assert run_local(member) == 71
     waiting.join()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -107,7 +107,7 @@ class LearnerPrograms(NamedTuple):
     M counts the micro-batches of a batch, ``used`` (int32) those that hold rows.
 
     Attributes:
-        score: (params, tokens, used) -> TokenScores; see ``score_tokens``.
+        score: (params, tokens, used) -> TokenScores; see ``score_batch``.
         weigh: (scores, old_logp, reference_logp | None, tokens, events) -> (TokenWeights,
             ObjectiveMetrics, dropped events); see ``weigh_tokens``.
         accumulate: (params, tokens, weights, used) -> Accumulated; see ``accumulate_gradients``.
@@ -176,7 +176,7 @@ def build_learner_programs(
     sums = Accumulated._make((params, whole, whole))
     return LearnerPrograms(
         score=jax.jit(
-            functools.partial(score_tokens, how=how),
+            functools.partial(score_batch, how=how),
             in_shardings=(params, tokens, whole), out_shardings=tokens,
         ),
         weigh=jax.jit(
@@ -204,7 +204,7 @@ class Passes(NamedTuple):
     dtype: Any  # of log-probs and of the sums over tokens: at least float32
 
 
-def score_tokens(params: dict, tokens: TokenArrays, used: jax.Array, *, how: Passes) -> TokenScores:
+def score_batch(params: dict, tokens: TokenArrays, used: jax.Array, *, how: Passes) -> TokenScores:
     """Log-probs and entropies [M, S, T] of the first ``used`` micro-batches, 0 for the others."""
     model = nnx.merge(how.graphdef, params)
 

@@ -135,14 +135,14 @@ def with_overrides(content: dict[str, Any], overrides: Sequence[str]) -> dict[st
     ordered = sorted(overrides, key=lambda text: text.partition("=")[0].count("."))
     level: dict[str, Any] = {}
     for override in ordered:
-        level = with_override(level, override)
+        level = apply_override(level, override)
     content = _below(content, level)
     for override in ordered:
-        content = with_override(content, override)
+        content = apply_override(content, override)
     return content
 
 
-def with_override(content: dict[str, Any], override: str) -> dict[str, Any]:
+def apply_override(content: dict[str, Any], override: str) -> dict[str, Any]:
     """The content with one ``key.path=value``; errors as in :func:`with_overrides`."""
     key, equals, text = override.partition("=")
     parts, where = key.split("."), f"override {short(override)}"

@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -47,13 +47,8 @@ from srpo_jax.recipe.yaml import dump_yaml
 
 __all__ = ["Recipe", "RecipeError", "TaskSet", "load_recipe", "parse_recipe"]
 
-if TYPE_CHECKING:
-    WorkflowName = str
-else:
-    WorkflowName = Literal[tuple(WORKFLOWS)]
 
-
-class ModelConfig(Section):
+class ModelSection(Section):
     """A checkpoint: a Hugging Face folder or hub name; ``model: some/name`` is short for it.
 
     ``dtype`` is that of the computation, ``param_dtype`` of the trained parameters, and
@@ -75,7 +70,7 @@ class ModelConfig(Section):
 class WorkflowConfig(Section):
     """A built-in workflow by ``name``, or a user's class by ``path: my_team.py:MyWorkflow``."""
 
-    name: WorkflowName | None = None
+    name: Annotated[str, key_of(lambda: WORKFLOWS)] | None = None
     path: LocalPath | None = None
     args: dict[str, Any] = {}
 
@@ -278,7 +273,7 @@ class Recipe(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     seed: int = 0
-    model: ModelConfig
+    model: ModelSection
     workflow: WorkflowConfig
     reward: RewardConfig | None = None
     tasks: TasksConfig

@@ -79,13 +79,13 @@ def _key_type(hint: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Choice(AfterValidator):
+class OneOf(AfterValidator):
     """Marks a text that must be one of ``names()``."""
 
     names: Callable[[], Iterable[str]] = tuple
 
 
-def key_of(names: Callable[[], Iterable[str]]) -> Choice:
+def key_of(names: Callable[[], Iterable[str]]) -> OneOf:
     """What the type of a key is annotated with, so that its value is one of the names.
 
     Args:
@@ -98,4 +98,4 @@ def key_of(names: Callable[[], Iterable[str]]) -> Choice:
             raise ValueError(f"must be one of {', '.join(known)}, got {short(name)}")
         return name
 
-    return Choice(check, names)
+    return OneOf(check, names)
