@@ -47,10 +47,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def engine_figures(printed: Any) -> dict[str, float]:
+    """The figures that an engine's program printed."""
     return {key: float(value) for key, value in printed.items()}
 
 
 def engine_line(figures: Figures) -> str:
+    """What is printed of a run of one engine."""
     return ", ".join(f"{key} {value:.0f}" for key, value in figures.items())
 
 
@@ -76,6 +78,7 @@ def engine_table(found: Mapping[str, Figures]) -> Table:
 
 
 def machine_line(ours: Figures) -> str:
+    """The measured rates of the machine, the limits computed from them, and our compiles."""
     return (
         f"measured: {ours['peak_gflops']:.0f} GFLOP/s at 2048 cubed, "
         f"{ours['decode_gflops']:.0f} GFLOP/s at {ours['slots']:.0f} rows, "
@@ -85,6 +88,7 @@ def machine_line(ours: Figures) -> str:
 
 
 def engine_ratios(found: Mapping[str, Figures]) -> dict[str, float | None]:
+    """The figures of the last line."""
     return {
         "uniform_ratio_tunix": ratio(found, "uniform", "tunix"),
         "uniform_ratio_transformers": ratio(found, "uniform", "transformers"),

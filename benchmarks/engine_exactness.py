@@ -125,7 +125,16 @@ def checkpoint_model(folder: str) -> tuple[Model, list[Request]]:
 def measure_exactness(
     model: Model, requests: Sequence[Request], say: Any
 ) -> tuple[Group, dict[str, Any]]:
-    """Runs everything; the report, and its worst figures."""
+    """Runs everything.
+
+    Args:
+        model: The model of all engines.
+        requests: Consecutive ones are the members of an event.
+        say: Called with what runs next.
+
+    Returns:
+        The report, and its worst figures.
+    """
     reference = model.engine(slots=SLOTS[0])
     expected = reference.run(requests)
     say("other orders and neighbours")
@@ -168,6 +177,7 @@ def other_runs(
 
 
 def runs_table(title: str, runs: Mapping[str, Difference]) -> Table:
+    """A row for each run."""
     table = Table(title=title)
     table.add_column("run")
     for name in ("log-probs differ by", "requests with another token", "margin there"):
@@ -178,6 +188,7 @@ def runs_table(title: str, runs: Mapping[str, Difference]) -> Table:
 
 
 def gaps_table(gaps: Mapping[str, Gap]) -> Table:
+    """A row for each dtype that was decoded in."""
     table = Table(title=f"log-probs against float32 forward passes, events of {MEMBERS} requests")
     for name in ("decoded in", "token, mean", "largest", "event, mean", "largest", "draws off by"):
         table.add_column(name, justify="left" if name == "decoded in" else "right")
@@ -191,7 +202,13 @@ def order_bits(
     model: Model, engine: Engine, requests: Sequence[Request], expected: Sequence[Completion]
 ) -> int:
     """Bits of tokens and log-probs that change with the order and the neighbours of the requests.
-    ``engine`` gave ``expected``; every run computes the prompts anew."""
+
+    Args:
+        model: The engine's model.
+        engine: What gave ``expected``; every run computes the prompts anew.
+        requests: The requests.
+        expected: Their completions.
+    """
 
     def run(requests: Sequence[Request]) -> list[Completion]:
         engine.set_weights(model.params, 0)  # forgets the prompts of the run before
@@ -228,7 +245,14 @@ def difference(
     expected: Sequence[Completion],
     found: Sequence[Completion],
 ) -> Difference:
-    """``found`` against ``expected``: see Difference."""
+    """The completions of one run against those of another.
+
+    Args:
+        model: What the margins are computed with.
+        requests: The requests of both runs.
+        expected: Completions of the first run.
+        found: Completions of the second.
+    """
     largest, margins = 0.0, []
     for request, one, other in zip(requests, expected, found, strict=True):
         at = next(
@@ -254,7 +278,12 @@ def margin(logps_V: np.ndarray, uniform: float | None, tokens: Sequence[int]) ->
 
     For a uniform, its distance in probability from the farther token's interval of the distribution
     function: never less than that from the nearest edge, which is small for every pair where all
-    tokens are rare. For greedy (None), the best log-prob less the lower one of the two.
+    tokens are rare. For greedy, the best log-prob less the lower one of the two.
+
+    Args:
+        logps_V: Log-probs of the next token [V].
+        uniform: What the token was drawn with; None: greedy.
+        tokens: One or two ids.
     """
     if uniform is None:
         return float(logps_V.max() - min(logps_V[token] for token in tokens))
@@ -286,8 +315,16 @@ def gap_of(model: Model, requests: Sequence[Request], done: Sequence[Completion]
 
 
 def sequence_logps(model: Model, request: Request, ids: Sequence[int]) -> np.ndarray:
-    """Log-probs [tokens, vocabulary] of a response from one pass over the whole sequence, under the
-    request's temperature (greedy: 1)."""
+    """Log-probs of a response from one forward pass over the whole sequence.
+
+    Args:
+        model: The model.
+        request: Its prompt and temperature (greedy: 1).
+        ids: The response.
+
+    Returns:
+        [tokens, vocabulary].
+    """
     first = len(request.prompt_ids) - 1
     whole = [*request.prompt_ids, *ids][:-1]
     tokens = np.zeros((1, MAX_TOKENS), np.int32)

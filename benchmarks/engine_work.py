@@ -16,6 +16,7 @@ FIRST_ID, LAST_ID = 10, 32_000  # of the prompts: no peer's special id
 
 
 def uniform_prompts(seed: int) -> list[list[int]]:
+    """ROWS prompts of PROMPT random ids."""
     rng = np.random.default_rng(seed)
     return [rng.integers(FIRST_ID, LAST_ID, PROMPT).tolist() for _ in range(ROWS)]
 

@@ -56,10 +56,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def learner_figures(printed: Any) -> dict[str, float]:
+    """The figures of MEASURED that a learner's program printed."""
     return {key: float(printed[key]) for key in MEASURED}
 
 
 def learner_line(figures: Figures) -> str:
+    """What is printed of a run of one learner."""
     return (
         f"{figures['tokens_per_second']:.0f} tok/s  "
         f"{figures['peak_gflops']:.0f} GFLOP/s matmul peak"
@@ -85,6 +87,7 @@ def learner_table(found: Mapping[str, Figures]) -> Table:
 
 
 def memory_line(figures: Figures, larger: Figures, factor: int) -> str:
+    """How the peak memory grows with the rows, and whether that is within MEMORY_GROWTH."""
     growth = larger["peak_gib"] / figures["peak_gib"] - 1
     verdict = "below" if growth < MEMORY_GROWTH else "NOT below"
     return (
@@ -94,6 +97,7 @@ def memory_line(figures: Figures, larger: Figures, factor: int) -> str:
 
 
 def learner_ratios(found: Mapping[str, Figures]) -> dict[str, float | None]:
+    """The figures of the last line."""
     return {
         "ratio_tunix": ratio(found, "tokens_per_second", "tunix"),
         "ratio_torch": ratio(found, "tokens_per_second", "torch"),

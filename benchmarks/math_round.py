@@ -151,10 +151,12 @@ def transformers_speed(
 
 
 def read_speed(printed: Any) -> Speed:
+    """The figures that the peer's program printed."""
     return Speed(printed["tokens_per_second"], printed["lengths"])
 
 
 def round_table(measured: Round) -> Table:
+    """Seconds and share of every part of the round."""
     table = Table(title="a Math rollout round")
     table.add_column("part")
     for title in ("seconds", "share"):
@@ -167,6 +169,7 @@ def round_table(measured: Round) -> Table:
 
 
 def round_line(measured: Round, slots: int) -> str:
+    """What the round consisted of."""
     counts, failed = measured.counts, count_failures(measured.results)
     return (
         f"{slots} slots; {len(measured.results)} episodes, {failed.total()} of them failed; "
@@ -177,6 +180,7 @@ def round_line(measured: Round, slots: int) -> str:
 
 
 def speed_table(ours: Speed, theirs: Speed, slots: int) -> Table:
+    """Both engines on the same requests."""
     table = Table(title="its requests as one batch, sampled, with log-probs")
     table.add_column("engine")
     for title in ("slots", "tok/s", "ours is faster by"):
@@ -198,6 +202,7 @@ def length_line(ours: Speed, theirs: Speed) -> str:
 
 
 def round_figures(measured: Round, ours: Speed, theirs: Speed) -> dict[str, float]:
+    """The figures of the last line."""
     shares = measured.shares
     order = ("host", "prefill", "decode", "grading")
     return {f"{name}_share": shares[f"{name}_share"] for name in order} | {

@@ -63,6 +63,7 @@ def event_batch(rows: RaggedRows) -> EventBatch:
 
 
 def make_learner() -> Learner:
+    """The learner with the benchmark's model, on one device."""
     return Learner(
         Qwen(model_config(SEQUENCE_TOKENS), rngs=nnx.Rngs(0)),
         make_optimizer(OptimizerConfig(lr=shape.LEARNING_RATE, warmup_steps=0), 1),

@@ -43,16 +43,24 @@ def peer_python(
     say: Callable[[str], None] = print,
     base: str = sys.executable,
 ) -> Path:
-    """The interpreter of ``peer``'s environment below ``folder``, made where it is not there.
+    """The interpreter of a peer's environment, which is made where it is not there.
 
     The stamp is written last, so an environment whose installation was cut short is made anew.
-    Raises PeerError where it cannot be made.
+
+    Args:
+        peer: A key of REQUIREMENTS.
+        folder: Holds all environments.
+        say: Called before a new one is made.
+        base: The interpreter that makes it.
+
+    Raises:
+        PeerError: It cannot be made; with the end of the installer's output.
     """
     home = folder / peer
     python = home / "bin" / "python"
     stamp = home / "requirements.installed"
-    wanted = "\n".join(REQUIREMENTS[peer]) + "\n"
-    if python.exists() and stamp.exists() and stamp.read_text() == wanted:
+    requirements = "\n".join(REQUIREMENTS[peer]) + "\n"
+    if python.exists() and stamp.exists() and stamp.read_text() == requirements:
         return python
     say(f"making {home}: {' '.join(REQUIREMENTS[peer])} (several minutes)")
     if home.exists():
@@ -70,5 +78,5 @@ def peer_python(
                 f"no {home}",
                 last_lines(done.stdout),
             )
-    stamp.write_text(wanted)
+    stamp.write_text(requirements)
     return python

@@ -166,7 +166,13 @@ def collective_table(reports: Iterable[ProgramReport]) -> Table:
 
 
 def work_table(forward: ModelFlops, reports: Mapping[str, ProgramReport], devices: int) -> Table:
-    """Model work of a micro-batch beside XLA's own count, TFLOP a device."""
+    """Model work of a micro-batch beside XLA's own count, TFLOP a device.
+
+    Args:
+        forward: Work of one forward pass.
+        reports: Of the programs score and accumulate.
+        devices: Of the mesh.
+    """
     table = Table(title="work of one micro-batch, TFLOP per device")
     table.add_column("program")
     for name in ("matrices", "attention", "model", "XLA, loop bodies once"):
