@@ -266,9 +266,10 @@ def test_signals_go_to_the_member_that_runs(sweep, monkeypatch, number):
     waiting = threading.Thread(target=signal_when_ready, args=(member.out / "train.log", number))
     waiting.start()
     monkeypatch.setattr(SweepMember, "command", [sys.executable, "-c", child])
+    before = signal.getsignal(signal.SIGTERM)
     assert run_local(member) == 71
     waiting.join()
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def signal_when_ready(log: Path, number: int) -> None:
