@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -58,6 +59,21 @@ def _shared_programs():
         # An optimizer is a pair of functions: programs are equal only where it is the same pair.
         patch.setattr(build, "make_optimizer", shared(build.make_optimizer))
         yield
+
+
+@pytest.fixture(scope="session")
+def _tests_run():
+    return itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(_tests_run):
+    """Looked at after every tenth test: a look takes some milliseconds."""
+    yield
+    if next(_tests_run) % 10 == 0:
+        from tests.shared_programs import forget_many_programs
+
+        forget_many_programs()
 
 
 @pytest.fixture
