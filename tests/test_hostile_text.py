@@ -204,8 +204,8 @@ def seconds_of(function: Callable[[str], object], *texts: str, rounds: int = 1) 
 def superlinear(function: Callable[[str], object], family: str, longest: int) -> str | None:
     """The first doubling that takes 2.5 times as long, where the larger text takes over 2 ms.
 
-    A doubling that seems to is measured again, best of 5 and up to five times: a neighbour on the
-    machine doubles a time now and then, quadratic time does so always.
+    A doubling that seems to is measured again, best of 5 and up to eight times over seven seconds:
+    a neighbour on the machine doubles a time for a while, quadratic time does so always.
     """
     half, before = "", float("inf")
     size = 1000
@@ -213,14 +213,15 @@ def superlinear(function: Callable[[str], object], family: str, longest: int) ->
         text = hostile(family, size)
         (seconds,) = seconds_of(function, text)
         if seconds > max(0.002, 2.5 * before) and all(
-            _doubles(function, half, text) for _ in "12345"
+            _doubles(function, half, text, pause=pause / 4) for pause in range(8)
         ):
             return f"{family}: {size} characters take {seconds / before:.1f} times half of them"
         half, before, size = text, seconds, 2 * size
     return None
 
 
-def _doubles(function: Callable[[str], object], half: str, text: str) -> bool:
+def _doubles(function: Callable[[str], object], half: str, text: str, pause: float) -> bool:
+    time.sleep(pause)
     before, seconds = seconds_of(function, half, text, rounds=5)
     return seconds > max(0.002, 2.5 * before)
 
