@@ -35,6 +35,6 @@ def check_arguments(
 
 def preset_arguments(presets: Mapping[str, Mapping[str, Any]], name: str) -> Mapping[str, Any]:
     """The arguments of a preset. Raises ValueError naming those that there are."""
-    if name not in presets:
+    if not isinstance(name, str) or name not in presets:  # a list is no key of a table
         raise ValueError(f"preset must be one of {', '.join(presets)}, got {name!r}")
     return presets[name]

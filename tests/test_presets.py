@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from srpo_jax.recipe.plugins import keywords_of, workflow_class
+from srpo_jax.recipe.errors import RecipeError
+from srpo_jax.recipe.plugins import build_workflow, keywords_of, workflow_class
 from srpo_jax.recipe.presets import preset_changes
 from srpo_jax.recipe.recipe import Recipe, WorkflowConfig, parse_recipe
 
@@ -60,6 +61,26 @@ def test_what_differs_from_a_preset_is_one_line(overrides, line):
 
 def test_a_workflow_from_python_is_not_compared():
     assert preset_changes(recipe("workflow={path: nowhere.py:Team}"), own_workflow=True) is None
+
+
+@pytest.mark.parametrize("preset", ["dr_max", "[1]", "{a: 1}", "3"])
+def test_a_preset_that_is_none_is_left_to_the_workflow(preset):
+    """Which is built next and refuses it in one line."""
+    wrong = recipe(f"workflow.args={{preset: {preset}, solvers: 2}}")
+    assert preset_changes(wrong) is None
+    with pytest.raises(RecipeError, match=r"workflow\.args: preset must be one of dr_mas, single"):
+        build_workflow(wrong)
+
+
+@pytest.mark.parametrize("table", ["('a', 'b')", "{'a': 1}", "None"])
+def test_presets_of_a_users_class_may_mean_something_else(table, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        f"class Team:\n    roles = ('a',)\n    PRESETS = {table}\n"
+        "    def __init__(self, preset): pass\n"
+        "    async def run(self, task, team): pass\n"
+    )
+    path = f"{tmp_path}/mine.py:Team"
+    assert preset_changes(recipe(f"workflow={{path: '{path}', args: {{preset: a}}}}")) is None
 
 
 @pytest.mark.parametrize("name", ["math", "search"])

@@ -59,11 +59,12 @@ def _workflow_part(recipe: Recipe) -> str | None:
     if preset is None:
         return None
     cls = workflow_class(recipe.workflow, recipe.folder)
-    presets: Mapping[str, Mapping[str, Any]] = getattr(cls, "PRESETS", {})
-    if preset not in presets:  # a class without a table, or an unknown name: refused when built
+    table = getattr(cls, "PRESETS", None)  # a user's own class may mean something else by it
+    of_preset = table.get(str(preset)) if isinstance(table, Mapping) else None
+    if not isinstance(of_preset, Mapping):  # a name that is none is refused when it is built
         return None
     defaults = {k: v for k, v in (keywords_of(cls) or {}).items() if v is not Parameter.empty}
-    return _line("workflow", preset, args, {**defaults, **presets[preset]})
+    return _line("workflow", preset, args, {**defaults, **of_preset})
 
 
 def _line(
