@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
     """argparse whose usage errors look like the commands' own.
 
     Attributes:
-      prefix: what a command's name follows in help and hints; ``srpo`` sets its own.
+        prefix: what a command's name follows in help and hints; ``srpo`` sets its own.
     """
 
     prefix: ClassVar[str] = MODULES
@@ -37,9 +37,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, module: str, description: str | None, example: str):
         """
         Args:
-          module: what ``python -m`` starts.
-          description: what the command does; the module's docstring.
-          example: a whole command, as ``python -m MODULE ...``.
+            module: what ``python -m`` starts.
+            description: what the command does; the module's docstring.
+            example: a whole command, as ``python -m MODULE ...``.
         """
         self._example = as_called(example)
         super().__init__(
@@ -68,9 +68,10 @@ def entry(main: Callable[[], int | None], *, tear_down: bool = True) -> NoReturn
     """Runs a command and exits with its code.
 
     Args:
-      main: the command; gives its exit code, None for 0.
-      tear_down: False: the process ends as soon as the command is done. What it wrote is closed,
-        and threads of the runtime that still run, or hang, can no longer abort or hold up its end.
+        main: the command; gives its exit code, None for 0.
+        tear_down: False: the process ends as soon as the command is done. What it wrote is closed,
+            and threads of the runtime that still run, or hang, can no longer abort or hold up its
+            end.
 
     0: done. 2: bad input, said in one line on stderr. 1: something else that is no defect, such as
     a full disk, in one line too. 75: stopped by a signal before its end; the same command goes on

@@ -62,7 +62,7 @@ def tpu_generation(topology: str) -> str:
     """The generation that a topology names (``v5e`` of ``v5e:4x4``).
 
     Raises:
-      RecipeError: it is no topology, or that of a TPU that is not known.
+        RecipeError: it is no topology, or that of a TPU that is not known.
     """
     from srpo_jax.compile_check.report import USABLE_GIB
 
@@ -80,8 +80,8 @@ def tpu_mesh(recipe: Recipe, topology: str) -> Mesh:
     """The recipe's learner mesh over a topology's devices.
 
     Raises:
-      RecipeError: there is no libtpu, the TPU does not come in this grid, or the mesh has another
-        size.
+        RecipeError: there is no libtpu, the TPU does not come in this grid, or the mesh has another
+            size.
     """
     from jax.experimental import topologies
 
@@ -122,14 +122,14 @@ def check(
     """Compiles the update and the engine, and prints what they need.
 
     Args:
-      recipe: says batch, lengths and meshes.
-      architecture: the model's shapes.
-      mesh: the learner's devices.
-      host: the devices of one host, the engine's.
-      generation: the TPU's, which says the usable memory of a chip.
+        recipe: says batch, lengths and meshes.
+        architecture: the model's shapes.
+        mesh: the learner's devices.
+        host: the devices of one host, the engine's.
+        generation: the TPU's, which says the usable memory of a chip.
 
     Returns:
-      The exit code: 0 if every phase of a step fits, else 1.
+        The exit code: 0 if every phase of a step fits, else 1.
     """
     from srpo_jax.compile_check import report
     from srpo_jax.compile_check.engine import abstract_engine

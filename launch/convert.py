@@ -59,14 +59,14 @@ def find_training_checkpoint(source: Path) -> tuple[Path | None, Path]:
     """The run and the checkpoint that a path stands for.
 
     Args:
-      source: a run's folder (its latest checkpoint is meant), its ``checkpoints`` or ``best``
-        folder, one step of either, or something else.
+        source: a run's folder (its latest checkpoint is meant), its ``checkpoints`` or ``best``
+            folder, one step of either, or something else.
 
     Returns:
-      The run's folder, None where there is none, and the folder of the step.
+        The run's folder, None where there is none, and the folder of the step.
 
     Raises:
-      FileNotFoundError: the run has no checkpoint.
+        FileNotFoundError: the run has no checkpoint.
     """
     for run in (source, source.parent, source.parent.parent):
         if not (run / "recipe.yaml").is_file():
@@ -85,7 +85,7 @@ def _check_sums(step: Path) -> None:
     """Refuses a run's checkpoint of which a file is not the one that was written.
 
     Raises:
-      CheckpointError: it names the file.
+        CheckpointError: it names the file.
     """
     from models.config import CheckpointError
     from srpo_jax.run.checkpoint import DamagedCheckpoint, verify
@@ -100,7 +100,7 @@ def _starting_point(run: Path) -> tuple[Path, Any]:
     """The checkpoint folder that a run started from, and the dtype or dtypes of an export.
 
     Raises:
-      RecipeError: the run's recipe.yaml is none that a run wrote.
+        RecipeError: the run's recipe.yaml is none that a run wrote.
     """
     from models.checkpoint_files import stored_dtypes
     from models.hub import resolve_checkpoint

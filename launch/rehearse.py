@@ -113,12 +113,12 @@ async def act_out(workflow: Workflow, task: Task, replies: Any) -> Rehearsal:
     """The episode with given outputs.
 
     Args:
-      workflow: the team's.
-      task: its task.
-      replies: as :class:`envs.workflow.ScriptedTeam` takes them.
+        workflow: the team's.
+        task: its task.
+        replies: as :class:`envs.workflow.ScriptedTeam` takes them.
 
     Raises:
-      UserCodeError: the workflow's outcome or reward has not the form that is asked for.
+        UserCodeError: the workflow's outcome or reward has not the form that is asked for.
     """
     team = ScriptedTeam(replies, roles=workflow.roles)
     try:
@@ -149,15 +149,15 @@ def speak(
     """The episode with outputs sampled from a checkpoint.
 
     Args:
-      workflow: the team's.
-      task: its task.
-      checkpoint: a local folder or hub name.
-      prompt_tokens: of a call at most.
-      response_tokens: of a call at most.
-      temperature: of the sampling, more than 0.
+        workflow: the team's.
+        task: its task.
+        checkpoint: a local folder or hub name.
+        prompt_tokens: of a call at most.
+        response_tokens: of a call at most.
+        temperature: of the sampling, more than 0.
 
     Raises:
-      RecipeError: there is no such folder, or the model was made for shorter calls.
+        RecipeError: there is no such folder, or the model was made for shorter calls.
     """
     import jax
     import jax.numpy as jnp
@@ -241,7 +241,7 @@ def read_replies(path: str) -> Mapping[str, Sequence[str]] | Sequence[str]:
     """Outputs by role, or in call order, from a JSON file.
 
     Raises:
-      RecipeError: the file holds something else.
+        RecipeError: the file holds something else.
     """
     try:
         replies = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -70,8 +70,8 @@ def comparison_table(runs: Mapping[str, Rows], names: Sequence[str]) -> Table:
     """Per run and metric the mean over its first tenth of values, and over its last tenth.
 
     Args:
-      runs: the logged rows of each run, by its label.
-      names: the metrics. Where a run logged one, but never as a number, the cell is ``no value``.
+        runs: the logged rows of each run, by its label.
+        names: the metrics. Where a run logged one, but never as a number, the cell is ``no value``.
     """
     table = Table(title="first tenth -> last tenth of the logged values")
     table.add_column("metric")
@@ -94,12 +94,12 @@ def draw_curves(runs: Mapping[str, Rows], names: Sequence[str], folder: Path) ->
     """Draws one PNG for each first part of the metrics' names (``eval/...`` -> eval.png).
 
     Args:
-      runs: the logged rows of each run, by its label.
-      names: the metrics.
-      folder: where the files go; made if it is not there.
+        runs: the logged rows of each run, by its label.
+        names: the metrics.
+        folder: where the files go; made if it is not there.
 
     Returns:
-      The files.
+        The files.
     """
     import matplotlib
 

@@ -71,7 +71,7 @@ class SweepMember:
         """The step that the run recorded when it finished; None where it has not.
 
         Raises:
-          RecipeError: the record is none of ours.
+            RecipeError: the record is none of ours.
         """
         path = self.out / "done.json"
         if not path.exists():
@@ -114,7 +114,7 @@ def load_sweep(path: str | Path) -> SweepConfig:
     """Reads a sweep file, looked up like a recipe.
 
     Raises:
-      RecipeError: it names the file and the key.
+        RecipeError: it names the file and the key.
     """
     try:
         return SweepConfig.model_validate(read_yaml(find(path)))
@@ -126,12 +126,12 @@ def plan(path: Path, config: SweepConfig) -> tuple[Path, list[SweepMember]]:
     """The sweep's folder and its members, every recipe checked before anything runs.
 
     Args:
-      path: the sweep's file, beside which its recipe is looked up.
-      config: its content.
+        path: the sweep's file, beside which its recipe is looked up.
+        config: its content.
 
     Raises:
-      RecipeError: a member's recipe is wrong, settings contradict each other, or a member's folder
-        holds another run.
+        RecipeError: a member's recipe is wrong, settings contradict each other, or a member's
+            folder holds another run.
     """
     if "trainer.out" in {**config.grid, **config.set}:
         raise RecipeError(f"{path}: trainer.out: the sweep sets it; its own folder is `out`")
@@ -176,7 +176,7 @@ def run_local(member: SweepMember) -> int:
     The process gets every SIGINT and SIGTERM that comes meanwhile, as if it had been started alone.
 
     Returns:
-      The process's exit code; negative: the signal that ended it.
+        The process's exit code; negative: the signal that ended it.
     """
     root = str(Path(__file__).resolve().parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -205,13 +205,13 @@ def run_sweep(
     """Runs the members that are not finished, records each, prints the table.
 
     Args:
-      out: the sweep's folder, for its record.
-      members: the runs, in their order.
-      metric: the logged figure that the table compares.
-      run_member: trains one; gives an exit code.
+        out: the sweep's folder, for its record.
+        members: the runs, in their order.
+        metric: the logged figure that the table compares.
+        run_member: trains one; gives an exit code.
 
     Returns:
-      0 when all are finished, 75 where a signal stopped a member (the rest is not begun), else 1.
+        0 when all are finished, 75 where a signal stopped a member (the rest is not begun), else 1.
     """
     console = output()
     records: dict[str, dict[str, Any]] = {}

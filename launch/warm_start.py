@@ -58,7 +58,7 @@ def _check(args: Any, recipes: list[Recipe]) -> None:
     """Refuses what would only fail after the training.
 
     Raises:
-      RecipeError: an option is out of its range, or the target cannot be written.
+        RecipeError: an option is out of its range, or the target cannot be written.
     """
     if os.path.lexists(args.target):
         if not args.target.is_dir() or any(args.target.iterdir()):
@@ -99,8 +99,8 @@ def warm_start(recipes: list[Recipe], args: Any) -> None:
     """Trains the tiny model on transcripts of the recipes' workflows and writes it.
 
     Args:
-      recipes: whose roles are taught.
-      args: the command's options, checked.
+        recipes: whose roles are taught.
+        args: the command's options, checked.
     """
     import jax.numpy as jnp
     import numpy as np

@@ -15,7 +15,7 @@ class RecipeError(ValueError):
     """A recipe, sweep or plugin that cannot be used: one line with what, where, what is near.
 
     Attributes:
-      exit_code: of a command that ends with it.
+        exit_code: of a command that ends with it.
     """
 
     exit_code = 2
@@ -46,8 +46,8 @@ def first_problem(error: ValidationError, schema: type[BaseModel]) -> str:
     """The first problem of a validation as one line: key path, what is wrong, what is near.
 
     Args:
-      error: what pydantic found; unknown keys come before all else.
-      schema: the section that was validated, whose keys are the candidates for the nearest one.
+        error: what pydantic found; unknown keys come before all else.
+        schema: the section that was validated, whose keys are the candidates for the nearest one.
     """
     problem = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     keys = [str(key) for key in problem["loc"]]

@@ -20,11 +20,11 @@ def read_with_base(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A recipe file's content over that of the recipe that it names as ``base``, and so on.
 
     Args:
-      path: the recipe file.
-      seen: the files that led here.
+        path: the recipe file.
+        seen: the files that led here.
 
     Raises:
-      RecipeError: a file cannot be read, or a ``base`` leads back to a file that named it.
+        RecipeError: a file cannot be read, or a ``base`` leads back to a file that named it.
     """
     content = read_level(path)
     if path.resolve() in seen:
@@ -45,7 +45,7 @@ def read_level(path: Path) -> dict[str, Any]:
     """A recipe file's own content, without that of its base.
 
     Raises:
-      RecipeError: the file cannot be read, or holds no mapping.
+        RecipeError: the file cannot be read, or holds no mapping.
     """
     content = read_yaml(path)
     objective = content.get("objective")
@@ -126,11 +126,11 @@ def with_overrides(content: dict[str, Any], overrides: Sequence[str]) -> dict[st
     key said twice the last holds.
 
     Args:
-      content: that of a recipe, its bases included.
-      overrides: texts ``key.path=value``.
+        content: that of a recipe, its bases included.
+        overrides: texts ``key.path=value``.
 
     Raises:
-      RecipeError: a text is no override, or its path leads through what is no section.
+        RecipeError: a text is no override, or its path leads through what is no section.
     """
     ordered = sorted(overrides, key=lambda text: text.partition("=")[0].count("."))
     level: dict[str, Any] = {}

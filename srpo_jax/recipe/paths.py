@@ -23,8 +23,8 @@ def places(path: str | Path, folder: Path | None = None) -> list[Path]:
     """Where a path may lead, in the order of search.
 
     Args:
-      path: as a user wrote it: absolute, from the home folder (``~``), or relative.
-      folder: the folder of the recipe that names the path; None: no recipe does.
+        path: as a user wrote it: absolute, from the home folder (``~``), or relative.
+        folder: the folder of the recipe that names the path; None: no recipe does.
     """
     expanded = Path(os.path.expanduser(path))  # leaves a home folder that nobody has as it is
     if expanded.is_absolute():
@@ -40,16 +40,16 @@ def find(path: str | Path, folder: Path | None = None, kind: str = "file") -> Pa
     """The first of the :func:`places` of a path where something is.
 
     Args:
-      path: as a user wrote it.
-      folder: the folder of the recipe that names the path.
-      kind: ``file`` or ``folder``, what must be there.
+        path: as a user wrote it.
+        folder: the folder of the recipe that names the path.
+        kind: ``file`` or ``folder``, what must be there.
 
     Returns:
-      The place as it was looked for: relative to the working folder where it was found there.
+        The place as it was looked for: relative to the working folder where it was found there.
 
     Raises:
-      RecipeError: there is nothing in any place, or something else than ``kind`` in the first, or
-        it cannot be reached.
+        RecipeError: there is nothing in any place, or something else than ``kind`` in the first, or
+            it cannot be reached.
     """
     candidates = places(path, folder)
     trouble: str | None = None
@@ -82,7 +82,7 @@ def find_model(path: str, folder: Path | None = None) -> str:
     taken for a hub name.
 
     Raises:
-      RecipeError: there is no such folder, and the path is no hub name.
+        RecipeError: there is no such folder, and the path is no hub name.
     """
     candidates = places(path, folder)
     for place in candidates:

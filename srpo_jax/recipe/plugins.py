@@ -26,11 +26,11 @@ def load_object(spec: str, folder: Path | None = None) -> Any:
     """What ``path/to/file.py:Name`` names. The file's own folder can be imported from.
 
     Args:
-      spec: the file and the name.
-      folder: the recipe's, where the file is looked up first.
+        spec: the file and the name.
+        folder: the recipe's, where the file is looked up first.
 
     Raises:
-      RecipeError: the file is missing, fails to load (its line is named), or has no such name.
+        RecipeError: the file is missing, fails to load (its line is named), or has no such name.
     """
     path, colon, name = spec.rpartition(":")
     if not colon or not path.endswith(".py") or not name.isidentifier():
@@ -50,12 +50,12 @@ def build_workflow(recipe: Recipe, retriever: Any = None) -> Workflow:
     """The recipe's workflow.
 
     Args:
-      recipe: names the workflow and its arguments.
-      retriever: for a constructor that takes one; None: the recipe's own is built.
+        recipe: names the workflow and its arguments.
+        retriever: for a constructor that takes one; None: the recipe's own is built.
 
     Raises:
-      RecipeError: an argument is wrong (the nearest valid one is named), or the class is no
-        workflow.
+        RecipeError: an argument is wrong (the nearest valid one is named), or the class is no
+            workflow.
     """
 
     def own() -> Any:
@@ -75,12 +75,12 @@ def make_workflow(
     it.
 
     Args:
-      config: the section.
-      folder: the recipe's.
-      retriever: makes a retriever; called if the constructor takes one.
+        config: the section.
+        folder: the recipe's.
+        retriever: makes a retriever; called if the constructor takes one.
 
     Raises:
-      RecipeError: as in :func:`build_workflow`.
+        RecipeError: as in :func:`build_workflow`.
     """
     cls, args = workflow_class(config, folder), dict(config.args)
     keywords, build = keywords_of(cls), cls
@@ -98,7 +98,7 @@ def check_workflow(workflow: Any) -> Workflow:
     """The workflow itself.
 
     Raises:
-      RecipeError: it does not name its roles, or has no ``run`` or ``reward`` of the protocol.
+        RecipeError: it does not name its roles, or has no ``run`` or ``reward`` of the protocol.
     """
     name = getattr(type(workflow), "__name__", "it")
     roles = getattr(workflow, "roles", None)
@@ -141,11 +141,11 @@ def build_retriever(config: RetrieverConfig, folder: Path | None = None) -> Any:
     """BM25 over the corpus, or a client of the retrieval servers.
 
     Args:
-      config: the recipe's section.
-      folder: the recipe's, where a corpus is looked up first.
+        config: the recipe's section.
+        folder: the recipe's, where a corpus is looked up first.
 
     Raises:
-      RecipeError: the corpus is missing or cannot be read.
+        RecipeError: the corpus is missing or cannot be read.
     """
     corpus = config.corpus
     if corpus is not None and corpus != "factbook":
@@ -167,7 +167,7 @@ def build_reward(recipe: Recipe) -> Callable[..., Any] | None:
     """The user's reward function, or None: the workflow's own reward is asked.
 
     Raises:
-      RecipeError: the file cannot be loaded, or what it names takes no task and outcome.
+        RecipeError: the file cannot be loaded, or what it names takes no task and outcome.
     """
     if recipe.reward is None:
         return None
@@ -179,7 +179,7 @@ def check_reward(function: Any, where: str = "reward") -> Callable[..., Any]:
     """The function itself.
 
     Raises:
-      RecipeError: it is no function of a task and an outcome; ``where`` names it.
+        RecipeError: it is no function of a task and an outcome; ``where`` names it.
     """
     if not callable(function):
         raise RecipeError(f"{where}: must be a function, got {short(function)}")
@@ -196,13 +196,13 @@ def call_with_args(
     """What ``function(**args)`` returns.
 
     Args:
-      function: a class or function of the user's, or one of ours.
-      args: keyword arguments from a recipe.
-      keywords: the names that it takes; None: any.
-      where: the key path of the arguments, for messages.
+        function: a class or function of the user's, or one of ours.
+        args: keyword arguments from a recipe.
+        keywords: the names that it takes; None: any.
+        where: the key path of the arguments, for messages.
 
     Raises:
-      RecipeError: it does not take an argument, or raises an error of its own.
+        RecipeError: it does not take an argument, or raises an error of its own.
     """
     if keywords is not None:
         for name in args:

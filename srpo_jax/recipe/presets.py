@@ -18,16 +18,16 @@ def preset_changes(recipe: Recipe, *, own_workflow: bool = False) -> str | None:
     """What differs from the presets of the objective, the advantage and the workflow.
 
     Args:
-      recipe: a checked recipe.
-      own_workflow: the run gets a workflow from its caller: the recipe's is not looked at.
+        recipe: a checked recipe.
+        own_workflow: the run gets a workflow from its caller: the recipe's is not looked at.
 
     Returns:
-      ``objective: srpo, but clip_low 0.1 (preset 0.2); workflow: ...``, or None where every switch
-      is as its preset has it. What no preset sets is no difference: ``advantage.invalid_penalty``,
-      and a ``length`` that follows ``rollout.response_tokens``.
+        ``objective: srpo, but clip_low 0.1 (preset 0.2); workflow: ...``, or None where every
+        switch is as its preset has it. What no preset sets is no difference:
+        ``advantage.invalid_penalty``, and a ``length`` that follows ``rollout.response_tokens``.
 
     Raises:
-      RecipeError: the workflow's file cannot be loaded.
+        RecipeError: the workflow's file cannot be loaded.
     """
     name, said = recipe.objective.preset, recipe.objective.changes()
     unset = () if "length" in said else ("length",)

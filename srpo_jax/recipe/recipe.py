@@ -335,7 +335,7 @@ class Recipe(Section):
         """The local folder, or else the hub name, that ``model.path`` leads to.
 
         Raises:
-          RecipeError: there is no such folder, and the path is no hub name.
+            RecipeError: there is no such folder, and the path is no hub name.
         """
         try:
             return find_model(self.model.path, self.folder)
@@ -358,13 +358,13 @@ class Recipe(Section):
         target step of a learning-rate schedule that depends on it.
 
         Args:
-          saved: a file that :meth:`dump` was written to.
+            saved: a file that :meth:`dump` was written to.
 
         Returns:
-          The key and both values, or None where it is the same run.
+            The key and both values, or None where it is the same run.
 
         Raises:
-          RecipeError: ``saved`` holds no recipe.
+            RecipeError: ``saved`` holds no recipe.
         """
         content = read_level(saved)
         try:
@@ -401,7 +401,7 @@ class Recipe(Section):
         """The preset's objective with the recipe's changes.
 
         Raises:
-          RecipeError: switches contradict each other, or the number of updates of a batch.
+            RecipeError: switches contradict each other, or the number of updates of a batch.
         """
         name, changes = self.objective.preset, self.objective.changes()
         try:
@@ -434,7 +434,7 @@ class Recipe(Section):
         """The preset's advantage estimator with the recipe's changes.
 
         Raises:
-          RecipeError: switches contradict each other.
+            RecipeError: switches contradict each other.
         """
         changes = self.advantage.changes()
         if "group" in changes:
@@ -452,11 +452,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Reads, merges and checks a recipe file.
 
     Args:
-      path: looked up in the working folder, then among the recipes of the package.
-      overrides: changes ``key.path=value``, which come last.
+        path: looked up in the working folder, then among the recipes of the package.
+        overrides: changes ``key.path=value``, which come last.
 
     Raises:
-      RecipeError: one line that names the file, the key path and the nearest valid key.
+        RecipeError: one line that names the file, the key path and the nearest valid key.
     """
     file = find(path)
     return parse_recipe(read_with_base(file), overrides, where=str(path), folder=file.parent)
@@ -472,13 +472,13 @@ def parse_recipe(
     """Checks a recipe given as a mapping.
 
     Args:
-      content: keys and values, without ``base``.
-      overrides: changes ``key.path=value``.
-      where: names the recipe in errors.
-      folder: where paths are looked up first; None: the working folder.
+        content: keys and values, without ``base``.
+        overrides: changes ``key.path=value``.
+        where: names the recipe in errors.
+        folder: where paths are looked up first; None: the working folder.
 
     Raises:
-      RecipeError: one line that names the key path and the nearest valid key.
+        RecipeError: one line that names the key path and the nearest valid key.
     """
     content = with_overrides(content, overrides)
     try:

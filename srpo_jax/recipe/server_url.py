@@ -9,7 +9,7 @@ def split_server_url(url: str) -> SplitResult:
     """The parts of a base address, host and scheme among them.
 
     Raises:
-      ValueError: it is no address of an HTTP server.
+        ValueError: it is no address of an HTTP server.
     """
     try:
         parts = urlsplit(url)

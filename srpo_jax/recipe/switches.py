@@ -47,7 +47,7 @@ def of_switches(config: type) -> Callable[[type[SectionT]], type[SectionT]]:
     What more a value must be is the dataclass's own check, when the recipe builds it.
 
     Args:
-      config: the dataclass of the switches.
+        config: the dataclass of the switches.
     """
 
     def add(section: type[SectionT]) -> type[SectionT]:

@@ -90,11 +90,11 @@ def parse_yaml(text: str, where: str) -> Any:
     """Reads one YAML document.
 
     Args:
-      text: the document.
-      where: names it in errors.
+        text: the document.
+        where: names it in errors.
 
     Raises:
-      RecipeError: it is no YAML, or no value that a recipe takes; the line is named.
+        RecipeError: it is no YAML, or no value that a recipe takes; the line is named.
     """
     try:
         return yaml.load(text, _Loader)
@@ -116,7 +116,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """Reads a file that holds one mapping.
 
     Raises:
-      RecipeError: the file cannot be read, is not UTF-8, or holds something else.
+        RecipeError: the file cannot be read, is not UTF-8, or holds something else.
     """
     try:
         check_file(path)
