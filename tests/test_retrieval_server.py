@@ -9,15 +9,21 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
+from envs.http_server import Access, HTTPServer, listen, url_of
 from envs.search.retrieval import server
-from envs.search.retrieval.base import Passage
+from envs.search.retrieval.base import Passage, RetrievalError
 from envs.search.retrieval.bm25 import BM25Retriever
 from launch import serve, serve_retriever
+from srpo_jax.recipe.errors import RecipeError
+from srpo_jax.recipe.plugins import build_retriever
+from srpo_jax.recipe.sections import RetrieverConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 ANIMALS = ["a cat purrs", "a dog plays", "a bird flies", "a fish swims"]
@@ -198,3 +204,36 @@ def test_the_two_servers_have_ports_of_their_own(capsys):
         serve.main(["--help"])
     help_of_serve = capsys.readouterr().out
     assert str(serve_retriever.DEFAULT_PORT) not in help_of_serve and "8000" in help_of_serve
+
+
+def test_the_recipes_retriever_sends_the_token_that_a_server_asks_for(monkeypatch):
+    app = server.create_app(
+        BM25Retriever([Passage(str(i), text) for i, text in enumerate(ANIMALS)]),
+        Access(token="s3cret"),
+    )
+    listener = listen("127.0.0.1", 0)
+    http = HTTPServer(app, server.refuse)
+    thread = threading.Thread(target=http.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    settings = {"kind": "http", "urls": [url_of(listener)], "retries": 0}
+
+    def found(config):
+        return asyncio.run(build_retriever(config).search(["cat"], 1))[0][0].contents
+
+    try:
+        keyed = RetrieverConfig(**settings, api_key_env="TINY_TOKEN")
+        monkeypatch.setenv("TINY_TOKEN", "s3cret")
+        assert found(keyed) == "a cat purrs"
+        with pytest.raises(RetrievalError, match="status 401"):
+            found(RetrieverConfig(**settings))
+        monkeypatch.setenv("TINY_TOKEN", "two words")
+        with pytest.raises(RecipeError, match=r"^retriever\.api_key_env: TINY_TOKEN must hold"):
+            found(keyed)
+        monkeypatch.delenv("TINY_TOKEN")
+        with pytest.raises(RecipeError, match=r"^retriever\.api_key_env: TINY_TOKEN is not set"):
+            found(keyed)
+    finally:
+        http.should_exit = True
+        thread.join(10)
+    with pytest.raises(ValidationError, match="asks no server"):
+        RetrieverConfig(corpus="factbook", api_key_env="TINY_TOKEN")

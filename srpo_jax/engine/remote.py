@@ -26,7 +26,7 @@ from envs.workflow import EpisodeFailed
 from srpo_jax.engine.async_engine import run_anywhere
 from srpo_jax.engine.requests import Completion, Request
 from srpo_jax.engine.stop_strings import names_special
-from srpo_jax.recipe.server_url import split_server_url
+from srpo_jax.recipe.servers import split_server_url
 
 _NO_PROBABILITY = -9999.0  # vLLM's stand-in for minus infinity, which JSON cannot say
 

@@ -19,6 +19,7 @@ from envs.workflow import Workflow
 from srpo_jax.recipe.errors import RecipeError, nearest
 from srpo_jax.recipe.paths import find_file
 from srpo_jax.recipe.recipe import Recipe, RetrieverConfig, WorkflowConfig
+from srpo_jax.recipe.servers import key_from_environment
 from srpo_jax.rollout.user_code import raised_at
 
 
@@ -145,16 +146,22 @@ def build_retriever(config: RetrieverConfig, folder: Path | None = None) -> Any:
         folder: the recipe's, where a corpus is looked up first.
 
     Raises:
-        RecipeError: the corpus is missing or cannot be read.
+        RecipeError: the corpus is missing or cannot be read, or the servers' key is not set.
     """
     corpus = config.corpus
     if corpus is not None and corpus != "factbook":
         corpus = str(find_file(corpus, folder))
+    api_key = key_from_environment(config.api_key_env, "retriever.api_key_env")
     try:
         if corpus is None:
             from envs.search.retrieval.http_client import HTTPRetriever
 
-            return HTTPRetriever(config.urls, timeout=config.timeout, tries=config.retries + 1)
+            return HTTPRetriever(
+                config.urls,
+                timeout=config.timeout,
+                tries=config.retries + 1,
+                api_key=api_key,
+            )
         from envs.search.retrieval.bm25 import BM25Retriever
         from envs.search.retrieval.corpus import load_corpus
 

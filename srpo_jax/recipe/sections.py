@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from envs.workflow import QUEUE_SECONDS
-from srpo_jax.recipe.server_url import server_url
+from srpo_jax.recipe.servers import server_url
 
 Dtype = Literal["float32", "bfloat16"]
 Count = Annotated[int, Field(ge=1)]
@@ -37,16 +37,22 @@ class Section(BaseModel):
 
 
 class RetrieverConfig(Section):
-    """What the search tool asks: ``bm25`` over a corpus in this process, or HTTP servers."""
+    """What the search tool asks: ``bm25`` over a corpus in this process, or HTTP servers.
+
+    ``api_key_env``: the environment variable with the token that the servers ask for.
+    """
 
     kind: Literal["bm25", "http"] = "bm25"
     corpus: LocalPath | None = None
     urls: list[ServerUrl] = []
     timeout: Positive = 10.0
     retries: NonNegativeInt = 3
+    api_key_env: str | None = None
 
     @model_validator(mode="after")
     def _source(self) -> RetrieverConfig:
+        if self.kind == "bm25" and self.api_key_env is not None:
+            raise ValueError("`kind: bm25` asks no server, `api_key_env` is for `kind: http`")
         if self.kind == "bm25" and (self.corpus is None or self.urls):
             raise ValueError("`kind: bm25` needs `corpus` (factbook or a .jsonl file), no `urls`")
         if self.kind == "http" and (not self.urls or self.corpus is not None):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from srpo_jax.learner.sharding import bytes_per_device
 from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.recipe import Recipe
 from srpo_jax.recipe.sections import RemoteConfig
+from srpo_jax.recipe.servers import key_from_environment
 
 WEIGHTS_SHARE = 0.3  # of a device's memory that an engine's weights may take beside a learner's
 _MEMINFO = Path("/proc/meminfo")  # Linux
@@ -217,18 +217,13 @@ def remote_engine(remote: RemoteConfig, tokenizer: ChatTokenizer) -> RemoteEngin
     """The server of ``rollout.remote``, asked whether it has the model.
 
     Raises:
-        RecipeError: For a key that is not in the environment.
+        RecipeError: For a key that is not in the environment, or that no header can hold.
         RemoteEngineError: For a server that does not answer or serves something else.
     """
-    settings = remote.model_dump(exclude={"api_key_env"})
-    if remote.api_key_env is not None:
-        if not os.environ.get(remote.api_key_env):
-            raise RecipeError(
-                f"rollout.remote.api_key_env: {remote.api_key_env} is not set in the environment"
-            )
-        settings["api_key"] = os.environ[remote.api_key_env]
     engine = RemoteEngine(
-        stop_ids=tokenizer.stop_ids, special_tokens=tokenizer.special_tokens, **settings
-    )
+        stop_ids=tokenizer.stop_ids, special_tokens=tokenizer.special_tokens,
+        api_key=key_from_environment(remote.api_key_env, "rollout.remote.api_key_env"),
+        **remote.model_dump(exclude={"api_key_env"}),
+    )  # fmt: skip
     engine.check()
     return engine

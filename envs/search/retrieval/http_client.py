@@ -33,6 +33,7 @@ class HTTPRetriever:
         tries: How many requests a search may take.
         backoff: Seconds before the second try; they double, up to LONGEST_WAIT.
         connections: Requests at once; those that wait for one are no time of their tool.
+        api_key: Sent as a bearer token.
 
     Raises:
         ValueError: For an address that is none and a value out of its range.
@@ -47,6 +48,7 @@ class HTTPRetriever:
         tries: int = 4,
         backoff: float = 0.5,
         connections: int = 128,
+        api_key: str | None = None,
     ):
         if isinstance(addresses, str) or not addresses:
             raise ValueError(f"addresses must be a list of server addresses, got {addresses!r}")
@@ -67,7 +69,10 @@ class HTTPRetriever:
         self._urls = itertools.cycle(urls)
         self._form = form
         policy = RetryPolicy(tries, backoff, LONGEST_WAIT, idempotent=True)
-        self._http = HTTPClient(policy, timeout=timeout, connections=connections)
+        self._http = HTTPClient(
+            policy, timeout=timeout, connections=connections,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+        )  # fmt: skip
 
     async def search(self, queries: list[str], topk: int) -> list[list[Passage]]:
         """The passages of each query.
