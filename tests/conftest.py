@@ -16,6 +16,8 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_cpu_collective_call_terminate_timeout_seconds=300"
     + " --xla_cpu_collective_timeout_seconds=300"
+    # The workers fill the cores; code split over threads takes a sixth longer to compile on them.
+    + " --xla_cpu_parallel_codegen_split_count=1"
 )
 # Compiled programs are kept between runs and shared by the workers.
 cache = Path(__file__).parents[1] / ".jax_cache"

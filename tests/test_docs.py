@@ -33,6 +33,7 @@ def test_the_tutorial_includes_every_example():
         assert f'--8<-- "docs/examples/{example.name}"' in tutorial
 
 
+@pytest.mark.slow
 def test_the_example_trains(tmp_path, monkeypatch):
     """On all devices: the other whole runs of the tests use one."""
     monkeypatch.chdir(ROOT)

@@ -280,6 +280,8 @@ def test_an_answer_built_to_hang_costs_milliseconds(answer, pool):
     "answer", ["x+" * 1500 + "x", "5 " * 2000, "(" * 60 + "5" + ")" * 60, "-" * 900 + "x"]
 )
 def test_an_answer_over_a_limit_is_undecided(answer, pool):
+    for _ in range(4):  # in each process the first of a kind takes a second on a busy machine
+        grade(r"\boxed{--x}", "5", pool)
     for response, gold in ((answer, "5"), ("5", answer)):
         result = grade(rf"\boxed{{{response}}}", gold, pool)
         assert (result.correct, result.answer) == (False, response.strip())

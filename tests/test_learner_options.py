@@ -53,7 +53,7 @@ def gradient_of(learner, batch, old_params):
 # ---- one gradient, however it is computed --------------------------------------------------------
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("remat", [name for name in REMAT_POLICIES if name != "none"])
 def test_every_remat_policy_computes_the_same_gradient(remat, tied):
     assert relative_error(float64_gradient(remat, tied), float64_gradient("none", tied)) < 1e-12
@@ -91,7 +91,7 @@ def test_an_unknown_remat_policy_is_refused():
 
 
 @pytest.mark.multidevice
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_float64_gradient_is_one_for_any_split_packing_order_and_devices(remat):
     events, advantages = events_of(), advantages_of(events_of())
     back = [events[i] for i in (3, 0, 4, 2, 1)], [advantages[i] for i in (3, 0, 4, 2, 1)]

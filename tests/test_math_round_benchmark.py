@@ -55,7 +55,7 @@ def test_a_delay_is_counted_where_it_is(parts, monkeypatch, part):
 
         return call
 
-    fast = measure_round(parts, 1)
+    rounds = [measure_round(parts, 1)]
     if part == "host":
         monkeypatch.setattr(parts.tokenizer, "decode", delayed(parts.tokenizer.decode))
     elif part == "grading":
@@ -69,9 +69,14 @@ def test_a_delay_is_counted_where_it_is(parts, monkeypatch, part):
     slow = measure_round(parts, 1)
     added = DELAY * len(calls)
     assert calls and slow.seconds[part] >= added
-    for other in set(PARTS) - {part}:
-        assert slow.seconds[other] < fast.seconds[other] + added / 2
     assert sum(slow.shares.values()) == pytest.approx(1)
+    # The least of several: what else the machine does makes a part longer, never shorter.
+    delayed_rounds = [slow, *(measure_round(parts, 1) for _ in range(2))]
+    monkeypatch.undo()
+    rounds += [measure_round(parts, 1) for _ in range(2)]
+    for other in set(PARTS) - {part}:
+        least, fast = (min(r.seconds[other] for r in some) for some in (delayed_rounds, rounds))
+        assert least < fast + added / 2
 
 
 def test_a_round_is_a_step_of_training(parts):

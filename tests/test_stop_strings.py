@@ -115,10 +115,15 @@ def test_a_response_of_twice_the_length_takes_twice_the_time(tokenizer, kind, to
         ids = (one * length)[:length]
         best = float("inf")
         for _ in range(5):
-            started = time.perf_counter()
+            started = time.thread_time()
             assert in_bursts(tokenizer, ["never there", "<|im_start|>"], ids, every(16)) is None
-            best = min(best, time.perf_counter() - started)
+            best = min(best, time.thread_time() - started)
         return best
 
-    short, long = seconds(tokens), seconds(2 * tokens)
-    assert long < 2.5 * short
+    def doubles(pause):
+        time.sleep(pause)
+        short, long = seconds(tokens), seconds(2 * tokens)
+        return long > 2.5 * short
+
+    # A neighbour on the machine slows it for a while, a quadratic function does so always.
+    assert not all(doubles(pause / 4) for pause in range(8))
