@@ -1,13 +1,15 @@
 """Hugging Face checkpoints to and from ``models.qwen.Qwen``, tensor by tensor.
 
 Every tensor is accounted for in both directions, and a checkpoint that is read and written in its
-own dtype comes back bit for bit. Only one parameter at a time is in memory beside the model.
+own dtype comes back bit for bit. Beside the model only a small parameter, or a piece of a large
+one, is in memory.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -38,11 +40,14 @@ from models.config import CheckpointError, ModelConfig
 from models.hub import resolve_checkpoint
 from models.partition import param_sharding
 from models.qwen import Qwen
+from models.stream import stream_parameter
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 # Fields of config.json that describe the text side and are carried over unchanged.
 TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+STREAM_ABOVE = 128 * 2**20  # bytes of a shard; smaller ones are not worth a program of their own
 
 Path_ = tuple[str, ...]
 logger = logging.getLogger(__name__)
@@ -114,6 +119,7 @@ def load_hf(
     dtype: Any = None,
     mesh: Mesh | None = None,
     revision: str | None = None,
+    stream_above: int = STREAM_ABOVE,
 ) -> tuple[Qwen, ModelConfig]:
     """Loads a checkpoint folder, or a hub repository.
 
@@ -124,6 +130,8 @@ def load_hf(
         mesh: Places parameters by ``models.partition``; every process then reads only the parts
             of its own devices. None puts them on the default device.
         revision: Branch, tag or commit of a hub name.
+        stream_above: Bytes of a parameter's shard above which it is filled in pieces, see
+            ``stream_parameter``; others are read whole.
 
     Returns:
         The model and its architecture.
@@ -150,11 +158,24 @@ def load_hf(
     for path, shape in shapes.items():
         stored = [tensors[name] for name in sources[path].names]
         stored_dtype = functools.reduce(jnp.promote_types, [tensor.dtype for tensor in stored])
-        read = _parameter_reader(stored, sources[path], shape, np.dtype(dtype or stored_dtype))
+        kind = np.dtype(dtype or stored_dtype)
         if mesh is None:
-            array = jnp.asarray(read(None))
+            one = Mesh(np.asarray(jax.local_devices()[:1]), ("device",))
+            sharding = NamedSharding(one, PartitionSpec())
         else:
-            array = jax.make_array_from_callback(shape, param_sharding(mesh, path, shape), read)
+            sharding = param_sharding(mesh, path, shape)
+        size = math.prod(sharding.shard_shape(shape)) * kind.itemsize
+        if size > stream_above and len(stored[0].shape) == 2:
+            array = stream_parameter(
+                stored, shape, kind, sharding,
+                stacked=sources[path].stacked, transposed=sources[path].transposed,
+            )  # fmt: skip
+        else:
+            read = _parameter_reader(stored, sources[path], shape, kind)
+            if mesh is None:
+                array = jnp.asarray(read(None))
+            else:
+                array = jax.make_array_from_callback(shape, sharding, read)
         state[path].set_value(array)
     return nnx.merge(graphdef, nnx.from_flat_state(state.items())), config
 
