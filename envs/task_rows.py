@@ -20,8 +20,9 @@ class TaskError(ValueError):
 def read_file(path: str | os.PathLike, to_task: Callable[[Any, int], Task]) -> list[Task]:
     """The tasks of a ``.jsonl`` or ``.parquet`` file; ``to_task`` gets a row and its number from 1.
 
-    Raises TaskError naming the file and the line (Parquet: row): the file cannot be read or holds
-    no task, ``to_task`` raises a ValueError, or a task has the id of an earlier one.
+    Raises:
+        TaskError: Naming the file and the line (Parquet: row): the file cannot be read or holds no
+            task, ``to_task`` raises a ValueError, or a task has the id of an earlier one.
     """
     path = Path(path)
     if path.suffix not in (".jsonl", ".parquet"):

@@ -64,6 +64,16 @@ def add_recipe_arguments(parser: Parser) -> None:
     )
 
 
+def add_process_options(parser: Parser) -> None:
+    """What joins the processes of one run, where the environment does not say it."""
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT",
+        help="of process 0, where no TPU slice, Slurm, Open MPI or Kubernetes job says it",
+    )  # fmt: skip
+    parser.add_argument("--processes", type=int, metavar="N", help="with it: how many there are")
+    parser.add_argument("--process", type=int, metavar="I", help="with it: which this is, from 0")
+
+
 def entry(main: Callable[[], int | None], *, tear_down: bool = True) -> NoReturn:
     """Runs a command and exits with its code.
 

@@ -16,12 +16,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from launch.cli import Parser, as_called, entry, output
+from launch.cli import Parser, add_process_options, as_called, entry, output
 from srpo_jax.evaluation import BenchmarkResult, macro, macro_error
 from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.files import read_with_base
 from srpo_jax.recipe.paths import find, find_model
 from srpo_jax.recipe.recipe import Recipe
+from srpo_jax.run.processes import Processes, joined
 from srpo_jax.run.stopping import STOPPED, Stopped, StopRequest
 
 
@@ -46,21 +47,25 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--samples", type=int, help="episodes of a task (with --model: 4)")
     parser.add_argument("--out", metavar="FOLDER", help="default: runs/NAME_eval")
+    add_process_options(parser)
     args = parser.parse_intermixed_args(argv)
     if args.tasks:  # which takes all that follows it
         args.recipe += [text for text in args.tasks if "=" in text]
         args.tasks = [text for text in args.tasks if "=" not in text]
     recipe = _from_model(args, parser) if args.model else _from_recipe(args, parser)
 
-    with StopRequest(owns_process=True) as stop:
+    places = args.coordinator, args.processes, args.process
+    with StopRequest(owns_process=True) as stop, joined(*places):
         from srpo_jax.run.evaluation_folder import evaluate_and_keep
 
         stop.on_end = lambda: print("stopped; the same command starts it again", file=sys.stderr)
         try:
-            results = evaluate_and_keep(recipe, check=stop.check)
+            results = evaluate_and_keep(recipe, stop=stop)
         except Stopped:
             stop.on_end()
             return STOPPED
+        if not Processes().first:
+            return 0
     console = output()
     console.print(results_tables(results, title=recipe.name))
     console.print(Text(f"figures: {recipe.run_dir}/evaluation.json", overflow="fold"))

@@ -184,9 +184,11 @@ def speak(
     sampling = SamplingConfig(prompt_tokens, response_tokens, temperature)
     plan = EpisodePlan(task, (0, 1, 0), slot=0, rollout=0)
     (result,) = Rollout(EngineThread(engine), tokenizer, workflow).run([plan], sampling)
+    team = result.team
+    assert isinstance(team, Team)
     if result.episode is None:
-        return Rehearsal(result.team, failure=f"{result.failure}: {result.detail}")
-    return Rehearsal(result.team, result.outcome, result.episode.reward)
+        return Rehearsal(team, failure=f"{result.failure}: {result.detail}")
+    return Rehearsal(team, result.outcome, result.episode.reward)
 
 
 def show_rehearsal(rehearsal: Rehearsal, console: Console) -> int:

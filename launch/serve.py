@@ -100,7 +100,8 @@ def start_engine(
     """An engine that has taken its first step, by a recipe's ``settings`` (None: the defaults) and
     what ``args`` say. The loaded model ends with this call: the engine's copy stays alone.
 
-    Raises EngineFailed.
+    Raises:
+        EngineFailed: Its first step failed.
     """
     import jax
     import jax.numpy as jnp

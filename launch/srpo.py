@@ -17,6 +17,7 @@ COMMANDS = {
     "show": "lists episodes, or prints one with its events",
     "report": "compares runs: a table and curves",
     "rehearse": "one episode of a workflow: prompts and event audit",
+    "local": "a command in several processes of this machine",
     "sweep": "a grid of runs with seeds",
     "compile_check": "compiles a recipe for a TPU slice that is not there",
     "convert": "converts checkpoints and exports runs",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from launch.cli import Parser, add_recipe_arguments, entry
+from launch.cli import Parser, add_process_options, add_recipe_arguments, entry
+from srpo_jax.run.processes import joined
 from srpo_jax.run.stopping import StopRequest
 
 
@@ -13,15 +14,17 @@ def main(argv: list[str] | None = None) -> int:
         "python -m launch.train configs/math_smollm2_cpu.yaml trainer.steps=4 optimizer.lr=3e-6",
     )
     add_recipe_arguments(parser)
+    add_process_options(parser)
     args = parser.parse_args(argv)
     # Entered before the slow imports: a signal that comes during these is taken note of.
     with StopRequest(owns_process=True) as stop:
         from srpo_jax.recipe.recipe import load_recipe
 
         recipe = load_recipe(args.recipe, args.overrides)
-        from srpo_jax import trainer
+        with joined(args.coordinator, args.processes, args.process):
+            from srpo_jax import trainer
 
-        return trainer.run(recipe, stop=stop)
+            return trainer.run(recipe, stop=stop)
 
 
 if __name__ == "__main__":

@@ -301,3 +301,8 @@ def split_params(model: Qwen) -> tuple[Any, dict]:
     """The model's static part and its parameters as nested dicts: ``nnx.merge`` undoes it."""
     graphdef, state = nnx.split(model)
     return graphdef, nnx.to_pure_dict(state)
+
+
+def abstract_params(config: ModelConfig, dtype: Any) -> tuple[Any, dict]:
+    """A model's static part and its parameters as ShapeDtypeStructs (see ``split_params``)."""
+    return split_params(nnx.eval_shape(lambda: Qwen(config, rngs=nnx.Rngs(0), dtype=dtype)))

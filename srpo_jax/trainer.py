@@ -26,9 +26,11 @@ from srpo_jax.run.checkpoint import Checkpoints
 from srpo_jax.run.evaluate import check_failures, evaluate, evaluation_metrics
 from srpo_jax.run.files import write_json
 from srpo_jax.run.folder import check_run_folder, locked, record_run
-from srpo_jax.run.logs import EpisodeWriter, MetricLogger, plain_row, write_verdicts
+from srpo_jax.run.logs import EpisodeWriter, MetricLogger, NoLogs, plain_row, write_verdicts
 from srpo_jax.run.minibatches import apply_truncation, epoch_orders, split_minibatches
+from srpo_jax.run.processes import Processes
 from srpo_jax.run.progress import RunProgress
+from srpo_jax.run.shared_rollout import run_shared
 from srpo_jax.run.step_metrics import CV_WINDOW, rollout_metrics, row_metrics, update_metrics
 from srpo_jax.run.stopping import STOPPED, Stopped, StopRequest, no_end
 from srpo_jax.run.warnings import step_warnings
@@ -59,21 +61,28 @@ def run(
         RecipeError: The recipe, its files or its run folder cannot be used.
         TrainingFailed: Too many episodes failed, or too many updates were not finite.
     """
+    processes = Processes()
     with contextlib.ExitStack() as stack:
         stop = stop or stack.enter_context(StopRequest())
+        console = console if processes.first else Console(quiet=True)
         progress = stack.enter_context(RunProgress(recipe.trainer.steps, 0, console))
-        stack.enter_context(locked(recipe.run_dir))
+        stack.enter_context(processes.ending_together(stop))
+        if processes.first:
+            stack.enter_context(locked(recipe.run_dir))
         stack.callback(setattr, stop, "on_end", no_end)
         stop.on_end = lambda: progress.note("stopped while starting; the same command resumes")
         try:
             check_run_folder(recipe)
+            processes.agree("checked")  # before the first one writes there
             if (changes := preset_changes(recipe, own_workflow=workflow is not None)) is not None:
                 progress.note(changes)
             parts = build_parts(
                 recipe, workflow=workflow, reward=reward,
-                starting=progress.starting, check=stop.check,
+                starting=progress.starting, note=progress.note, check=stop.check,
+                processes=processes,
             )  # fmt: skip
-            record_run(recipe, Path(parts.tokenizer.folder))
+            if processes.first:
+                record_run(recipe, Path(parts.tokenizer.folder))
             training = stack.enter_context(contextlib.closing(Training(parts, progress, stop)))
             training.resume()
             training.train()
@@ -97,9 +106,16 @@ class Training:
     def __init__(self, parts: Parts, progress: RunProgress, stop: StopRequest):
         self.parts, self.progress, self.stop = parts, progress, stop
         self.recipe, self.folder = parts.recipe, parts.recipe.run_dir
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", self.recipe.trainer.keep)
-        self.best = Checkpoints(self.folder / "best", 1)
-        self.logger, self.writer = MetricLogger(self.folder), EpisodeWriter(self.folder)
+        self.processes = processes = parts.processes
+        self.checkpoints = Checkpoints(
+            self.folder / "checkpoints", self.recipe.trainer.keep, processes
+        )
+        self.best = Checkpoints(self.folder / "best", 1, processes)
+        self.logger: MetricLogger | NoLogs = NoLogs()
+        self.writer: EpisodeWriter | NoLogs = NoLogs()
+        if processes.first:
+            self.logger, self.writer = MetricLogger(self.folder), EpisodeWriter(self.folder)
+        self._blocked = 0.0  # seconds that saving has held up the loop since the last step's row
         self.done = self.saved = 0
         self.best_score = -np.inf
         self.unlogged: dict[str, Any] | None = None
@@ -107,12 +123,16 @@ class Training:
 
     def resume(self) -> None:
         """Loads the newest intact checkpoint, and truncates the logs that go beyond it."""
-        found = self.checkpoints.load_newest(self.parts.learner.state, self.progress.note)
-        if found is None:
+        if not self.checkpoints.used:
             self.logger.truncate_to(-1)
             self.writer.truncate_to(0)
         else:
-            self.done, self.parts.learner.state, meta = found
+            # Memory holds one train state, and no engine beside what is being read.
+            self.parts.engine.drop()
+            like = self.parts.learner.release()
+            self.done, self.parts.learner.state, meta = self.checkpoints.load_newest(
+                like, self.progress.note
+            )
             self.saved = self.done
             self.best_score, self.unlogged = meta["best_score"], meta.get("unlogged")
             self.parts.shapes = ShapeMemory(**meta.get("shapes", {}))
@@ -141,16 +161,17 @@ class Training:
         if self.unlogged is not None:  # stopped before the end of the last step's evaluation
             self._conclude(self.unlogged)
         while self.done < steps:
-            self.stop.check()
+            self._check_together()
             self._conclude(self._step())
-        self.stop.check()
+        self._check_together()
 
     def finish(self) -> None:
         """Exports the model and records that the run is done."""
         self.checkpoints.wait()
         self.progress.starting(f"writing {self.folder / 'model'}")
         self.parts.export(self.folder / "model")
-        write_json(self.folder / "done.json", {"step": self.done})
+        if self.processes.first:
+            write_json(self.folder / "done.json", {"step": self.done})
         self.progress.note(f"wrote {self.folder / 'model'} (step {self.done})")
 
     def save_and_report(self) -> None:
@@ -169,6 +190,13 @@ class Training:
         with self.stop.finishing(), contextlib.closing(self.logger), contextlib.closing(self.best):
             self.checkpoints.close()
 
+    def _check_together(self) -> None:
+        """Raises Stopped on all processes where one was asked to stop."""
+        if self.processes.count == 1:
+            self.stop.check()
+        elif "stop" in self.processes.agree("stop" if self.stop.requested else "go on"):
+            raise Stopped("the run was asked to stop")
+
     def _step(self) -> dict[str, Any]:
         """One rollout batch and its updates; the engine has the new weights after it.
 
@@ -176,10 +204,15 @@ class Training:
             The step's metrics.
         """
         clock, generated = _Clock(), self.progress.generated()
+        waited = self.processes.waited
         results = sample_step(self.parts, self.done, self.progress)
-        self.stop.check()
+        self._check_together()
         clock.lap("rollout")
-        rate = (self.progress.generated() - generated) / clock.seconds["time/rollout"]
+        # Of it, what this process waited for the others; saving is that of the steps before.
+        clock.seconds["time/waiting"] = self.processes.waited - waited
+        clock.seconds["time/checkpoint"], self._blocked = self._blocked, 0.0
+        own = self.progress.generated() - generated
+        rate = sum(map(int, self.processes.agree(str(own)))) / clock.seconds["time/rollout"]
         with self.stop.finishing():
             metrics = update_step(self.parts, self.done, results, self.writer, self.progress, clock)
             row = plain_row(metrics | clock.seconds | {"time/tokens_per_second": rate})
@@ -201,7 +234,10 @@ class Training:
             score = metrics.get("eval/macro/avg")
             if score is not None and score > self.best_score:
                 self.best_score = score
-                self.best.save(self.done, self.parts.learner.state, self._meta())
+                best = {"params": self.parts.learner.params}  # an export needs no moments
+                started = time.perf_counter()
+                self.best.save(self.done, best, {"score": score})
+                self._blocked += time.perf_counter() - started
             # The first step too: a run that cannot be saved shows it at once.
             due = trainer.checkpoint_every and self.done % trainer.checkpoint_every == 0
             if self.done == 1 or is_last or due:
@@ -210,13 +246,17 @@ class Training:
     def _evaluate(self) -> dict[str, float]:
         clock = _Clock()
         results = evaluate(self.parts, self.progress)
-        self.stop.check()
+        self._check_together()
         clock.lap("evaluation")
-        write_verdicts(self.folder, self.done, {n: r.correct for n, r in results.items()})
+        if self.processes.first:
+            verdicts = {name: result.correct for name, result in results.items()}
+            write_verdicts(self.folder, self.done, verdicts)
         return evaluation_metrics(results) | clock.seconds
 
     def _save(self) -> None:
+        started = time.perf_counter()
         self.checkpoints.save(self.done, self.parts.learner.state, self._meta())
+        self._blocked += time.perf_counter() - started
         self.saved = self.done
 
     def _meta(self) -> dict[str, Any]:
@@ -249,7 +289,9 @@ def sample_step(parts: Parts, step: int, progress: RunProgress) -> list[EpisodeR
         for rollout in range(recipe.rollout.group_size)
     ]
     with progress.phase("rollout", len(plans)) as advance:
-        results = parts.rollout.run(plans, parts.train_sampling, lambda _: advance())
+        results = run_shared(
+            parts.rollout, parts.processes, plans, parts.train_sampling, lambda _: advance()
+        )
     check_failures(results, recipe.rollout.max_failed_fraction)
     return results
 
@@ -258,7 +300,7 @@ def update_step(
     parts: Parts,
     step: int,
     results: Sequence[EpisodeResult],
-    writer: EpisodeWriter,
+    writer: EpisodeWriter | NoLogs,
     progress: RunProgress,
     clock: _Clock,
 ) -> dict[str, float]:
@@ -308,8 +350,9 @@ def update_step(
     if np.isfinite(norm):
         parts.grad_norms = [*parts.grad_norms, norm][-CV_WINDOW:]
     parts.count_nonfinite(reports)
-    parts.sync()
     clock.lap("update")
+    parts.sync()
+    clock.lap("sync")
     found = step_warnings(results, complete, advantages, norm, recipe.optimizer.grad_clip)
     for kind, text in found.items():
         progress.warn(kind, text)

@@ -124,3 +124,11 @@ def v5e():
         if not os.environ.get("TPU_LIBRARY_PATH"):
             patch.delenv("TPU_LIBRARY_PATH", raising=False)
         yield topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
+
+
+@pytest.fixture(scope="session")
+def v5e_4x4(v5e):
+    """The devices of a v5e:4x4, four hosts of four chips."""
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices

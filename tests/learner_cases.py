@@ -122,12 +122,13 @@ def one_device():
 def make_learner(
     model: Qwen | None = None, objective: ObjectiveConfig | None = None, **changes: Any
 ) -> Learner:
-    """A float32 learner on one device; ``changes``: optimizer, mesh, or of LearnerSettings."""
+    """A float32 learner on one device, of a copy of the model; ``changes``: optimizer, mesh, or of
+    LearnerSettings."""
     optimizer = changes.pop("optimizer", ADAM)
     mesh = changes.pop("mesh", None) or one_device()
     settings = {"vocab_size": REAL_VOCAB, "temperature": TEMPERATURE, "logprob_chunk": 24}
     return Learner(
-        tiny_model() if model is None else model,
+        tiny_model() if model is None else jax.tree.map(jnp.copy, model),
         optimizer,
         mesh=mesh,
         settings=LearnerSettings(

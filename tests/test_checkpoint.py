@@ -267,11 +267,13 @@ def test_no_good_checkpoint_left_is_an_error_and_none_at_all_is_not(tmp_path):
     # In a folder of its own: what Orbax does when it opens one goes on beside what follows, and
     # would take another's save for one that was cut short.
     empty = Checkpoints(tmp_path / "empty" / "checkpoints", keep=2)
-    assert empty.load_newest(like, print) is None
+    assert not empty.used
     empty.close()
     run = tmp_path / "run"
     saved(run / "checkpoints", 1)
     flip_a_bit(array_file(run / "checkpoints", 1))
     for _ in range(2):  # it does not start over by itself the next time either
+        damaged = Checkpoints(run / "checkpoints", keep=2)
+        assert damaged.used
         with pytest.raises(CheckpointFailed, match=rf"1\.damaged.*remove {run} to start over"):
-            Checkpoints(run / "checkpoints", keep=2).load_newest(like, lambda text: None)
+            damaged.load_newest(like, lambda text: None)

@@ -22,25 +22,25 @@ from models.config import CheckpointError, ModelConfig
 from models.known_configs import find_architecture
 from models.qwen import Qwen
 from srpo_jax.compile_check import report as compile_report
-from srpo_jax.compile_check.engine import abstract_engine
+from srpo_jax.compile_check.engine import compile_engine
 from srpo_jax.compile_check.hlo import Collective, CollectiveCounts, read_collectives
 from srpo_jax.compile_check.report import (
-    GIB,
     OutOfMemory,
-    Phase,
     ProgramReport,
     collective_table,
     memory_table,
     model_flops,
     phase_table,
 )
-from srpo_jax.compile_check.update import AbstractUpdate, abstract_update, update_phases
+from srpo_jax.compile_check.update import AbstractUpdate, abstract_update
 from srpo_jax.learner.learner import Learner
 from srpo_jax.learner.optimizer import make_optimizer
 from srpo_jax.learner.sharding import bytes_per_device, make_mesh
 from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.recipe import Recipe, load_recipe
 from srpo_jax.run.build import learner_settings
+from srpo_jax.run.build_engine import engine_settings, settings_mesh
+from srpo_jax.run.memory_plan import GIB, Phase, learner_memory, plan_memory
 from tests.learner_cases import batch_of
 
 # ---- collectives ---------------------------------------------------------------------------------
@@ -354,7 +354,7 @@ def test_resident_bytes_by_hand(recipe_file):
     assert update.num_params == TINY_PARAMS
     split = (TINY_PARAMS - TINY_NORMS) // 4 + TINY_NORMS
     assert update.resident["parameters"] == 4 * split
-    assert update.resident["gradient sums"] == 4 * split + 2 * 4  # and two float32 scalars
+    assert update.resident["gradient sums"] == 4 * split
     counters = update.resident["moments"] - 2 * 4 * split
     assert 0 < counters <= 64
     # A token's six arrays, two scores, two weights and whether it is kept, on one of four devices.
@@ -407,7 +407,7 @@ def test_phases_of_a_compiled_update(recipe_file):
     update, _ = tiny_update(load_recipe(recipe_file), data=1, fsdp=4)
     reports = update.compile()
     assert list(reports) == ["score", "weigh", "accumulate", "apply"]
-    phases = {phase.name: phase.parts for phase in update_phases(reports, update.resident)}
+    phases = {phase.name.removeprefix("update: "): phase.parts for phase in update.phases(reports)}
     for name, parts in phases.items():
         assert parts["parameters"] == update.resident["parameters"]
         assert ("gradient sums" in parts) == (name in ("accumulate", "apply"))
@@ -417,48 +417,52 @@ def test_phases_of_a_compiled_update(recipe_file):
     assert reports["apply"].aliased > update.resident["parameters"]  # the state is donated
 
 
+def tiny_plan(recipe: Recipe, usable: float):
+    """On one host of four devices, over which the learner is split."""
+    config = find_architecture(recipe.model.path).config
+    mesh = make_mesh(data=1, fsdp=4)
+    return plan_memory(recipe, config, mesh, jax.devices(), int(usable))
+
+
+TOKEN = 2 * 2 * (TINY.num_kv_heads // 2) * 64 * 2  # keys and values, layers, heads, width, bytes
+
+
 def test_engine_memory_by_hand(recipe_file):
     """Two replicas of two devices each on the four of the only host."""
     recipe = load_recipe(recipe_file, ["rollout.mesh={replicas: -1, tensor: 2}"])
+    plan = tiny_plan(recipe, 1e9)
+    assert plan.engine.mesh == {"replicas": 2, "tensor": 2}
+    phases = {phase.name: phase.parts for phase in plan.phases}
+    assert list(phases) == ["init", "sync", "rollout", "update", "resume"]
+    rollout = phases["rollout"]
+    assert rollout["engine weights"] == 2 * ((TINY_PARAMS - TINY_NORMS) // 2 + TINY_NORMS)
+    assert plan.cache_tokens == 8 * (256 + 64)  # a longest call in every slot, one page to round
+    assert rollout["KV cache"] == plan.cache_tokens * TOKEN
     update, _ = tiny_update(recipe, data=1, fsdp=4)
-    architecture = find_architecture(recipe.model.path)
-    engine = abstract_engine(recipe, architecture, jax.devices(), update.resident, 1e9)
-    assert (engine.replicas, engine.tensor) == (2, 2)
-    assert engine.weights == 2 * ((TINY_PARAMS - TINY_NORMS) // 2 + TINY_NORMS)
-    assert engine.tokens == 8 * (256 + 64)  # a longest call in every slot, one page for rounding
-    token = (
-        2 * 2 * (TINY.num_kv_heads // 2) * 64 * 2
-    )  # keys and values, layers, heads, width, bytes
-    assert engine.cache == (engine.tokens + 64) * token  # and the unused page
-    reports = engine.compile()
+    kept = {"parameters": update.resident["parameters"], "moments": update.resident["moments"]}
+    assert phases["init"] == phases["resume"] == kept
+    assert phases["sync"] == {k: v for k, v in rollout.items() if k != "KV cache"}
+    assert phases["update"] == kept | {"gradient sums": update.resident["parameters"]}
+    reports = compile_engine(find_architecture(recipe.model.path), plan, jax.devices())
     assert list(reports) == ["prefill", "decode"]
-    phase = engine.phase(reports)
-    assert phase.parts["moments"] == update.resident["moments"]
-    assert "gradient sums" not in phase.parts
     for report in reports.values():  # the state is donated
-        assert report.aliased >= engine.cache
+        assert report.aliased >= rollout["KV cache"]
 
 
 def test_the_cache_gets_what_is_free(recipe_file):
     recipe = load_recipe(recipe_file, ["rollout.mesh={replicas: -1, tensor: 2}"])
-    update, _ = tiny_update(recipe, data=1, fsdp=4)
+    parts = learner_memory(recipe, TINY, make_mesh(data=1, fsdp=4))
+    kept = parts["parameters"] + parts["moments"]
+    used = kept + 2 * ((TINY_PARAMS - TINY_NORMS) // 2 + TINY_NORMS)
+    assert tiny_plan(recipe, used + 1000 * TOKEN / 0.85 + 8).cache_tokens == 1000
     architecture = find_architecture(recipe.model.path)
-    kept = sum(v for k, v in update.resident.items() if k not in ("gradient sums", "batch"))
-    used = kept + TINY_PARAMS  # two bytes each, on two devices
-    token = 2 * 2 * (TINY.num_kv_heads // 2) * 64 * 2
-    engine = abstract_engine(
-        recipe, architecture, jax.devices(), update.resident, used + 1000 * token / 0.85 + 8
-    )
-    assert engine.tokens == 1000
     with pytest.raises(OutOfMemory, match="the KV cache holds 0 tokens, one call needs 320"):
-        abstract_engine(recipe, architecture, jax.devices(), update.resident, used)
+        compile_engine(architecture, tiny_plan(recipe, used), jax.devices())
 
 
 def test_one_slot_has_room_for_its_call_and_no_more(recipe_file):
     recipe = load_recipe(recipe_file, ["rollout.slots=1"])
-    architecture = find_architecture(recipe.model.path)
-    engine = abstract_engine(recipe, architecture, jax.devices(), {}, 1e9)
-    assert engine.tokens == 256 + 64
+    assert tiny_plan(recipe, 1e9).cache_tokens == 256 + 64
 
 
 def test_what_the_attention_does_not_take_is_said_in_a_line(recipe_file, monkeypatch):
@@ -470,19 +474,16 @@ def test_what_the_attention_does_not_take_is_said_in_a_line(recipe_file, monkeyp
         lambda _: PLAIN._replace(workspace=refused),
     )
     recipe = load_recipe(recipe_file)
+    architecture = find_architecture(recipe.model.path)
     with pytest.raises(RecipeError, match=r"^rollout: no such heads$"):
-        abstract_engine(recipe, find_architecture(recipe.model.path), jax.devices(), {}, 1e9)
+        compile_engine(architecture, tiny_plan(recipe, 1e9), jax.devices())
 
 
 def test_few_devices_a_replica_where_memory_allows(recipe_file):
-    recipe = load_recipe(recipe_file)
-    architecture = find_architecture(recipe.model.path)
-    for usable, tensor in ((1e9, 1), (2 * TINY_PARAMS / 0.3, 1), (2 * TINY_PARAMS / 0.31, 2)):
-        try:
-            found = abstract_engine(recipe, architecture, jax.devices(), {}, usable).tensor
-        except OutOfMemory:
-            found = None
-        assert found == tensor
+    settings, devices = engine_settings(load_recipe(recipe_file)), jax.devices()
+    for memory, tensor in ((1e9, 1), (2 * TINY_PARAMS / 0.3, 1), (2 * TINY_PARAMS / 0.31, 2)):
+        mesh = settings_mesh(settings, TINY, TINY_PARAMS, devices, memory)
+        assert mesh.shape["tensor"] == tensor
 
 
 def test_what_xla_refuses_is_named():
@@ -494,7 +495,9 @@ def test_what_xla_refuses_is_named():
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM.\nMore")
 
     programs = SimpleNamespace(score=Refused())
-    refused = AbstractUpdate(programs, arguments={"score": ()}, resident={}, chunks=1, num_params=0)
+    refused = AbstractUpdate(
+        programs, arguments={"score": ()}, state=None, resident={}, chunks=1, num_params=0
+    )
     with pytest.raises(OutOfMemory, match=r"^score: Ran out of memory on HBM\.$"):
         refused.compile()
 
@@ -530,7 +533,8 @@ def four_devices(monkeypatch):
 def test_the_whole_command(run, four_devices):
     code, out, err = run("v5e:2x2")
     assert (code, err) == (0, "")
-    assert cells(out, "accumulate")[-1] == cells(out, "rollout")[-1] == "yes"
+    assert cells(out, "update: accumulate")[-1] == cells(out, "rollout")[-1] == "yes"
+    assert cells(out, "init")[-1] == cells(out, "sync")[-1] == cells(out, "resume")[-1] == "yes"
     assert "on each host 4 replicas of 1 devices, each with 8 slots and 2,560 cached tokens" in out
     assert "4 v5e devices: data 1 x fsdp 4 x tensor 1; 64 micro-batches of 4 x 256 tokens" in out
     assert "GiB left of 15.75 GiB" in out
@@ -540,8 +544,7 @@ def test_what_does_not_fit_exits_with_1(run, four_devices, monkeypatch):
     monkeypatch.setitem(compile_report.USABLE_GIB, "v5e", 1e-3)
     code, out, _ = run("v5e:2x2")
     assert code == 1
-    assert cells(out, "accumulate")[-1] == "NO"
-    assert "does not fit, 0.0" in out
+    assert cells(out, "update")[-1] == "NO"
     assert "does not fit: rollout: beside weights and learner the KV cache holds 0" in out
 
 
@@ -584,7 +587,8 @@ def test_without_libtpu(run, monkeypatch):
 def test_a_real_compile_for_tpus(run):
     code, out, err = run("v5e:2x2")
     assert (code, err) == (0, "")
-    assert cells(out, "accumulate")[-1] == "yes"
+    for phase in ("init", "sync", "rollout", "update: accumulate", "update: apply", "resume"):
+        assert cells(out, phase)[-1] == "yes"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")

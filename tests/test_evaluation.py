@@ -29,6 +29,7 @@ from srpo_jax.evaluation import (
 )
 from srpo_jax.rollout.rollout import Rollout
 from srpo_jax.run.evaluate import TrainingFailed, check_failures, evaluate, evaluation_metrics
+from srpo_jax.run.processes import Processes
 from tests.rollout_cases import CONFIG, FakeEngine, Letters, State, TwoTurns, render
 
 CORRECT = np.array([[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=bool)
@@ -172,6 +173,7 @@ class Graded(TwoTurns):
 def evaluated(**benchmarks):
     """The results of benchmarks of the given prompts, two samples a task."""
     parts = SimpleNamespace(
+        processes=Processes(),
         recipe=SimpleNamespace(
             evaluation=SimpleNamespace(tasks=None, seed=0, samples=2),
             rollout=SimpleNamespace(remote=None),

@@ -326,7 +326,7 @@ def test_a_client_that_reads_nothing_is_let_go(monkeypatch):
     monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.3)
     with running(an_app()) as address, socket.create_connection(address, timeout=20) as client:
         client.sendall(b"GET /long HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        time.sleep(1.0)
+        time.sleep(2.5)
         read = 0
         with pytest.raises(ConnectionError):
             while part := client.recv(1 << 20):

@@ -12,12 +12,14 @@ import pytest
 from flax import nnx
 
 from models.qwen import split_params
-from srpo_jax.learner.learner import GateError
+from srpo_jax.learner.learner import GateError, Learner
 from srpo_jax.learner.optimizer import make_optimizer
+from srpo_jax.learner.programs import LearnerSettings
 from srpo_jax.learner.sharding import make_mesh
 from srpo_jax.objective import ObjectiveConfig, setwise_objective
 from srpo_jax.recipe.recipe import OptimizerConfig
 from tests.learner_cases import (
+    ADAM,
     REAL_VOCAB,
     TEMPERATURE,
     advantages_of,
@@ -522,7 +524,10 @@ def test_bfloat16_moments_stay_bfloat16():
 def test_the_kl_reference_is_frozen_and_is_the_model_handed_in():
     model = jax.device_put(tiny_model(), one_device().devices.flat[0])
     given = split_params(model)[1]
-    learner = make_learner(model, ObjectiveConfig(kl_coef=0.1))
+    settings = LearnerSettings(
+        objective=ObjectiveConfig(kl_coef=0.1), vocab_size=REAL_VOCAB, temperature=TEMPERATURE
+    )
+    learner = Learner(model, ADAM, mesh=one_device(), settings=settings)
     pairs = zip(jax.tree.leaves(learner.reference), jax.tree.leaves(given), strict=True)
     assert all(a.unsafe_buffer_pointer() == b.unsafe_buffer_pointer() for a, b in pairs)
     start = host(learner.params)

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from models.known_configs import find_architecture
-from srpo_jax.compile_check.update import abstract_params
+from models.qwen import abstract_params
 from srpo_jax.learner.optimizer import apply_by_leaf, make_optimizer
 from srpo_jax.learner.programs import (
     Accumulated,

@@ -30,7 +30,8 @@ def reply(role: str, state: MathState, task: Task, rng: random.Random, poor: flo
     subset, STOP once the drafts' plurality is right. With probability ``poor`` the sum has one
     wrong step that is carried on, and what follows from it is wrong with it.
 
-    Raises TaskError if ``task.extra["expression"]`` is not a sum of integers.
+    Raises:
+        TaskError: If ``task.extra["expression"]`` is not a sum of integers.
     """
     expression = task.extra.get("expression", "")
     if not _SUM.fullmatch(expression):

@@ -48,7 +48,8 @@ _NUMBER = r"[0-9][0-9,.]*"
 def build(package: Path) -> list[dict[str, Any]]:
     """The rows ``{"id", "name", "facts": {field: value}}``, sorted by id.
 
-    Raises ValueError where the folder does not hold the package's data.
+    Raises:
+        ValueError: Where the folder does not hold the package's data.
     """
     sources = {path.stem: path for path in sorted(package.glob("data/*/*.json"))}
     if not sources:

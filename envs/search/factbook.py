@@ -150,7 +150,8 @@ def select(
 ) -> list[Question]:
     """``size`` questions of a split (None: all) in an order drawn from ``seed``.
 
-    Raises ValueError for an argument that does not fit.
+    Raises:
+        ValueError: For an argument that does not fit.
     """
     chosen = list(questions(split, hops, fields))
     if size is not None and not 1 <= size <= len(chosen):

@@ -39,7 +39,8 @@ def reply(
     once the passage that holds the answer is found (poor: yes too early). Answer agent: the fact of
     that passage (poor, or not found: of another one).
 
-    Raises TaskError for a task without hops.
+    Raises:
+        TaskError: For a task without hops.
     """
     hops = task.extra.get("hops")
     if not hops:

@@ -15,8 +15,7 @@ from rich.table import Table
 
 from models.config import ModelConfig
 from srpo_jax.compile_check.hlo import CollectiveCounts, read_collectives
-
-GIB = 2**30
+from srpo_jax.run.memory_plan import GIB, Phase
 
 # ---- memory --------------------------------------------------------------------------------------
 
@@ -111,16 +110,15 @@ def compiled_report(
     return ProgramReport.of(name, compiled, time.perf_counter() - started, open_trips)
 
 
-@dataclass(frozen=True)
-class Phase:
-    """What is on a device together in one phase of a step: bytes by part."""
+TEMPORARIES = "temporaries"
 
-    name: str
-    parts: Mapping[str, int]
 
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
+def with_scratch(phase: Phase, scratch: int | None) -> Phase:
+    """A planned phase with the largest workspace of its programs (None: they were not compiled, or
+    it has none)."""
+    if scratch is None:
+        return phase
+    return Phase(phase.name, {**phase.parts, TEMPORARIES: scratch})
 
 
 def phase_table(phases: Sequence[Phase], usable_gib: float) -> Table:

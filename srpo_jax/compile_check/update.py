@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh
 
-from models.config import ModelConfig
 from models.known_configs import Architecture
-from models.qwen import Qwen, split_params
-from srpo_jax.compile_check.report import Phase, ProgramReport, compiled_report
+from models.qwen import abstract_params
+from srpo_jax.compile_check.report import TEMPORARIES, ProgramReport, compiled_report
 from srpo_jax.learner.logprob import TokenScores, chunk_tokens
 from srpo_jax.learner.optimizer import make_optimizer
 from srpo_jax.learner.programs import (
@@ -31,6 +28,7 @@ from srpo_jax.learner.programs import (
 from srpo_jax.learner.sharding import batch_shards, bytes_per_device
 from srpo_jax.recipe.recipe import Recipe
 from srpo_jax.run.build import check_mesh, learner_settings
+from srpo_jax.run.memory_plan import GRADIENT_SUMS, Phase, learner_memory
 
 # The micro-batches that a step's token arrays are sized for: they are small, and the programs'
 # code does not depend on their number.
@@ -44,6 +42,7 @@ class AbstractUpdate:
     Attributes:
         programs: Not compiled yet.
         arguments: By program.
+        state: The train state.
         resident: Bytes on one device: parameters, moments, gradient sums, batch, and the frozen
             reference where the objective has one.
         chunks: Token chunks of the vocabulary stage of one micro-batch, if every token carries
@@ -53,6 +52,7 @@ class AbstractUpdate:
 
     programs: LearnerPrograms
     arguments: Mapping[str, tuple]
+    state: TrainState
     resident: Mapping[str, int]
     chunks: int
     num_params: int
@@ -69,6 +69,20 @@ class AbstractUpdate:
             lowered = getattr(self.programs, name).lower(*arguments)
             reports[name] = compiled_report(name, lowered, (1, self.chunks))
         return reports
+
+    def phases(self, reports: Mapping[str, ProgramReport]) -> list[Phase]:
+        """What is on a device while each program runs; of the engine nothing is kept in an update.
+
+        Args:
+            reports: From ``compile``.
+        """
+        phases = []
+        for name, report in reports.items():
+            parts = dict(self.resident) | {TEMPORARIES: report.scratch}
+            if name not in ("accumulate", "apply"):
+                del parts[GRADIENT_SUMS]
+            phases.append(Phase(f"update: {name}", parts))
+        return phases
 
 
 def sequence_length(recipe: Recipe) -> int:
@@ -131,14 +145,9 @@ def abstract_update(recipe: Recipe, architecture: Architecture, mesh: Mesh) -> A
     scores = TokenScores(per_token(acc_dtype), per_token(acc_dtype))
     weights = TokenWeights(per_token(acc_dtype), per_token(acc_dtype), per_token(jnp.bool_))
     has_reference = bool(settings.objective.kl_coef)
-    resident = {
-        "parameters": bytes_per_device(state.params),
-        "moments": bytes_per_device(state.opt_state),
-        "gradient sums": bytes_per_device(sums),
+    resident = learner_memory(recipe, config, mesh) | {
         "batch": bytes_per_device((tokens, scores, weights)),
     }
-    if has_reference:
-        resident["reference"] = resident["parameters"]
     platform = mesh.devices.flat[0].platform
     chunk = settings.logprob_chunk or chunk_tokens(config.vocab_size, platform)
     return AbstractUpdate(
@@ -149,23 +158,8 @@ def abstract_update(recipe: Recipe, architecture: Architecture, mesh: Mesh) -> A
             "accumulate": (state.params, tokens, weights, array(int32)),
             "apply": (state, sums, array(int32)),
         },
+        state=state,
         resident=resident,
         chunks=-(-(S // shards) * T // chunk),
         num_params=sum(math.prod(p.shape) for p in jax.tree.leaves(params)),
     )
-
-
-def abstract_params(config: ModelConfig, dtype: Any) -> tuple[Any, dict]:
-    """A model's static part and its parameters as ShapeDtypeStructs (see ``split_params``)."""
-    return split_params(nnx.eval_shape(lambda: Qwen(config, rngs=nnx.Rngs(0), dtype=dtype)))
-
-
-def update_phases(reports: Mapping[str, ProgramReport], resident: Mapping[str, int]) -> list[Phase]:
-    """What is on a device while each program runs; of the engine nothing is kept in an update."""
-    phases = []
-    for name, report in reports.items():
-        parts = dict(resident) | {"temporaries": report.scratch}
-        if name not in ("accumulate", "apply"):
-            del parts["gradient sums"]
-        phases.append(Phase(name, parts))
-    return phases

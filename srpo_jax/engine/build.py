@@ -20,13 +20,12 @@ from srpo_jax.engine.layout import (
     TENSOR,
     Weights,
     key_head_copies,
-    prepare_weights,
     shardings,
-    weight_specs,
 )
 from srpo_jax.engine.plan import Shapes, decode_work, pages_of, plan_prefill
 from srpo_jax.engine.programs import EngineState, compiled_programs, new_state, state_specs
 from srpo_jax.engine.replica import empty_plan
+from srpo_jax.engine.weight_sync import SyncPrograms, sync_programs
 
 # Tokens of one prefill: enough for the full speed of the products. One size alone, because a row's
 # bits can change with the number of rows beside it (seen on CPU at small widths).
@@ -37,14 +36,14 @@ OTHER_PREFILL_TOKENS = 1024
 class EnginePrograms(NamedTuple):
     """Jitted programs over a mesh.
 
-    prepare    (params) -> Weights
+    sync       see SyncPrograms: (params) -> Weights, layer by layer
     new_state  () -> EngineState
     prefill    (weights, state, pages) -> state
     decode     (weights, state, plan, top=) -> (state, burst)
     weights, state, pages, plan: ShapeDtypeStructs of the arguments, where they lie on the mesh
     """
 
-    prepare: Any
+    sync: SyncPrograms
     new_state: Any
     prefill: Any
     decode: Any
@@ -85,15 +84,14 @@ def engine_programs(
     """
     replicas, tensor = mesh.shape[REPLICA], mesh.shape[TENSOR]
     dtype = jnp.dtype(dtype)
-    prepare = functools.partial(prepare_weights, config, graphdef, dtype=dtype, tensor=tensor)
-    weights = jax.eval_shape(prepare, params)
+    sync = sync_programs(config, graphdef, params, mesh, dtype)
+    weights = sync.weights
     key_heads = config.num_kv_heads * key_head_copies(config, tensor)
     create = functools.partial(
         new_state, config, attention, replicas, key_heads,
         shapes.slots, pages, shapes.page, decode_work({}, shapes), dtype,
     )  # fmt: skip
     state = jax.eval_shape(create)
-    weight_shardings = shardings(mesh, weight_specs(weights))
     state_shardings = shardings(mesh, state_specs(state))
     prefill, decode = compiled_programs(
         config, attention, mesh, weights, state, vocab_size, tuple(sorted(stop_ids)), burst
@@ -110,11 +108,11 @@ def engine_programs(
 
     unused = plan_prefill([], prefill_size(mesh, shapes), shapes)
     return EnginePrograms(
-        jax.jit(prepare, out_shardings=weight_shardings),
+        sync,
         jax.jit(create, out_shardings=state_shardings),
         prefill,
         decode,
-        placed(weights, weight_shardings),
+        weights,
         placed(state, state_shardings),
         of_replicas(joined([unused] * replicas)),
         of_replicas(joined([empty_plan(shapes)] * replicas)),

@@ -21,14 +21,15 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from models.attention.select import cache_attention_on
 from models.config import ModelConfig
 from srpo_jax.engine.build import engine_programs, joined, prefill_size
-from srpo_jax.engine.layout import REPLICA, TENSOR, check_tensor, engine_mesh
+from srpo_jax.engine.layout import REPLICA, TENSOR, Weights, check_tensor, engine_mesh
 from srpo_jax.engine.pages import PageNode, PageStore
 from srpo_jax.engine.plan import Shapes, plan_prefill
+from srpo_jax.engine.programs import EngineState
 from srpo_jax.engine.replica import Replica, Running
 from srpo_jax.engine.requests import (
     LEAST_TEMPERATURE,
@@ -38,6 +39,7 @@ from srpo_jax.engine.requests import (
     Request,
 )
 from srpo_jax.engine.stop_strings import StopStrings, TextDecoder
+from srpo_jax.engine.weight_sync import sync_weights
 
 
 class Engine:
@@ -122,30 +124,27 @@ class Engine:
             config, graphdef, params, mesh, attention, shapes, pages=count + 1,
             vocab_size=vocab_size, stop_ids=self._stop_ids, burst=burst, dtype=dtype,
         )  # fmt: skip
-        self._prepare, self._new_state = programs.prepare, programs.new_state
+        self._sync, self._new_state = programs.sync, programs.new_state
         self._prefill, self._decode = programs.prefill, programs.decode
-        self._state = self._weights = None
+        self._state: EngineState | None = None
+        self._weights: Weights | None = None
         self._waiting: dict[int, Running] = {}  # by uid, in order of submission
         self._uids = 0
         self.set_weights(params, version)
 
     def set_weights(self, params: dict, version: int) -> None:
-        """Replaces the weights and forgets the stored prompts.
+        """Replaces the weights and forgets the stored prompts. The next step makes the cache: the
+        caller may drop the parameters before.
 
         Args:
-            params: On any devices; where they are the engine's, in its order, nothing but the
-                engine's own copy is made.
+            params: On any devices; see ``sync_weights``.
             version: Of these weights.
 
         Raises:
             RuntimeError: If any request runs: its response would mix two policies.
         """
         self.drop()
-        self._state = self._new_state()
-        devices = list(self._mesh.devices.flat)
-        if any(set(leaf.devices()) != set(devices) for leaf in jax.tree.leaves(params)):
-            params = jax.device_put(params, NamedSharding(self._mesh, PartitionSpec()))
-        self._weights = self._prepare(params)
+        self._weights = sync_weights(self._sync, params, self._mesh, self.dtype)
         self.version = version
 
     def drop(self) -> None:
@@ -228,7 +227,9 @@ class Engine:
 
     def compile_count(self) -> int:
         """How many programs are compiled so far: constant after warm-up."""
-        programs = (self._prefill, self._decode, self._prepare, self._new_state)
+        programs = (
+            self._prefill, self._decode, self._new_state, self._sync.layer, self._sync.vocabulary,
+        )  # fmt: skip
         return sum(p._cache_size() for p in programs)
 
     def step(self) -> list[tuple[int, Completion]]:
@@ -237,6 +238,8 @@ class Engine:
         Returns:
             (uid, completion) of every request that finished.
         """
+        if self._state is None:
+            self._state = self._new_state()
         self._prepare_requests([len(replica.free_slots) for replica in self._replicas])
         admitted = [replica.admit() for replica in self._replicas]
         running = [r for replica in self._replicas for r in replica.running.values()]

@@ -12,15 +12,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from models.config import ModelConfig
-from models.qwen import Qwen
-from srpo_jax.engine.sampling import BLOCK
 
 REPLICA, TENSOR = "replica", "tensor"
 
@@ -47,16 +43,15 @@ def engine_mesh(
     """A (replica, tensor) mesh.
 
     Args:
-        devices: Of one process (None: the first of this one's).
+        devices: Those of each replica in turn, of one process (None: the first of this one's).
         replicas: How many engines; -1: as many as there are devices for.
         tensor: Devices of each (tensor parallelism).
 
     Raises:
-        ValueError: Where the sizes do not make the devices, or these belong to several processes.
+        ValueError: Where the sizes do not make the devices, or those of a replica belong to several
+            processes.
     """
     devices = list(jax.local_devices()[:1] if devices is None else devices)
-    if len({device.process_index for device in devices}) > 1:
-        raise ValueError("an engine lives inside one process, its devices belong to several")
     made = len(devices) // tensor if replicas == -1 else replicas
     if made * tensor != len(devices):
         divisors = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
@@ -65,6 +60,8 @@ def engine_mesh(
             f"-1 takes the rest where tensor is one of {', '.join(map(str, divisors))}"
         )
     grid = np.asarray(devices).reshape(made, tensor)
+    if any(len({device.process_index for device in replica}) > 1 for replica in grid):
+        raise ValueError("a replica lives inside one process, its devices belong to several")
     return Mesh(grid, (REPLICA, TENSOR), axis_types=(AxisType.Auto,) * 2)
 
 
@@ -110,43 +107,15 @@ def key_head_copies(config: ModelConfig, tensor: int) -> int:
     )
 
 
-def prepare_weights(
-    config: ModelConfig, graphdef: Any, params: dict, dtype: Any, tensor: int = 1
-) -> Weights:
-    """The weights in the engine's layout: layers unstacked, key heads copied, the vocabulary padded
-    to equal shares of whole blocks.
+def tensor_axis(names: Sequence[str]) -> int | None:
+    """The axis of a layer's array that is split over ``tensor``: 0, the last (-1) or None.
 
     Args:
-        config: The model's.
-        graphdef: The model without its parameters.
-        params: Its parameters, layers stacked.
-        dtype: Of the weights that are made.
-        tensor: Devices that share them.
+        names: The path of the array in the model; that of its module is one of them.
     """
-    params = jax.tree.map(lambda a: a.astype(dtype), params)
-    copies = key_head_copies(config, tensor)
-    if copies > 1:
-        stack = dict(params["layers"])
-        for name in ("k_proj", "v_proj"):
-            stack[name] = {k: _copied(a, config.head_dim, copies) for k, a in stack[name].items()}
-        params = params | {"layers": stack}
-    model: Qwen = nnx.merge(graphdef, params)
-    pad = -config.vocab_size % (BLOCK * tensor) if tensor > 1 else 0
-
-    def filled(vocabulary):
-        return jnp.pad(vocabulary, ((0, pad), (0, 0))) if pad else vocabulary
-
-    return Weights(
-        filled(model.embed.embedding[...]),
-        tuple(jax.tree.map(lambda a, i=i: a[i], model.layers) for i in range(config.num_layers)),
-        model.norm,
-        None if config.tie_embeddings else filled(model.head_kernel().T),
-    )
-
-
-def _copied(a: jax.Array, head_dim: int, copies: int) -> jax.Array:
-    heads = a.reshape(*a.shape[:-1], -1, head_dim)
-    return jnp.repeat(heads, copies, axis=-2).reshape(*a.shape[:-1], -1)
+    if any(name in _COLUMNS for name in names):
+        return -1
+    return 0 if any(name in _ROWS for name in names) else None
 
 
 def weight_specs(weights: Weights) -> Weights:
@@ -154,13 +123,11 @@ def weight_specs(weights: Weights) -> Weights:
 
     def one(path, leaf):
         names = [str(getattr(k, "key", getattr(k, "name", k))) for k in path]
-        if names[0] in ("embedding", "untied"):
-            return P(TENSOR, None)
-        if any(name in _COLUMNS for name in names):
-            return P(*(None,) * (leaf.ndim - 1), TENSOR)
-        if any(name in _ROWS for name in names):
-            return P(TENSOR, None)
-        return P()
+        vocabulary = names[0] in ("embedding", "untied")
+        axis = 0 if vocabulary else tensor_axis(names)
+        if axis is None:
+            return P()
+        return P(*(TENSOR if n == axis % leaf.ndim else None for n in range(leaf.ndim)))
 
     return jax.tree_util.tree_map_with_path(one, weights)
 

@@ -32,6 +32,7 @@ from srpo_jax.learner.programs import (
     build_learner_programs,
     state_shardings,
 )
+from srpo_jax.learner.sharding import on_devices
 from srpo_jax.objective import ObjectiveMetrics
 from srpo_jax.objective_config import NO_RATIO
 from srpo_jax.objective_terms import Counts
@@ -45,8 +46,9 @@ class Learner:
     """Holds the train state on a mesh and updates it from event batches.
 
     Args:
-        model: Its arrays are copied to the mesh; where the KL term needs a frozen reference, they
-            are that reference, without a copy if they lie on the mesh already.
+        model: Its arrays become the learner's, without a copy if they lie on the mesh already:
+            the first update donates them. Where the KL term needs a frozen reference, they are
+            that reference, and the learner trains a copy.
         optimizer: From ``make_optimizer``.
         mesh: With the axes data, fsdp and tensor.
         settings: What an update computes, and how.
@@ -68,14 +70,15 @@ class Learner:
         self._programs = build_learner_programs(
             self._graphdef, optimizer, mesh, settings, shardings
         )
-        self.reference = None
-        if self.objective.kl_coef:
-            self.reference = jax.device_put(params, shardings.state.params)
-        params = jax.jit(lambda p: jax.tree.map(jnp.copy, p), out_shardings=shardings.state.params)(
-            params
-        )
+        params = jax.device_put(params, shardings.state.params)
+        self.reference = params if self.objective.kl_coef else None
+        if self.reference is not None:
+            copied = jax.jit(
+                lambda p: jax.tree.map(jnp.copy, p), out_shardings=shardings.state.params
+            )
+            params = copied(params)
         opt_state = jax.jit(optimizer.init, out_shardings=shardings.state.opt_state)(params)
-        updates = jax.device_put(jnp.zeros((), jnp.int32), shardings.whole)
+        updates = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=shardings.whole)()
         self.state = TrainState(params, opt_state, updates)
         self._dtype = jnp.promote_types(settings.dtype, jnp.float32)
         # Virtual CPU devices deadlock when two programs with collectives run at once.
@@ -88,6 +91,18 @@ class Learner:
     @property
     def params(self) -> dict:
         return self.state.params
+
+    def release(self) -> TrainState:
+        """Frees the train state; another must be put in its place before the next use.
+
+        Returns:
+            Its shapes, dtypes and shardings, as ShapeDtypeStructs.
+        """
+        freed = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state
+        )
+        del self.state
+        return freed
 
     def model(self) -> Qwen:
         """The current model, whose arrays are the learner's until the next update donates them."""
@@ -112,13 +127,18 @@ class Learner:
         Raises:
             GateError: Where one is not.
         """
-        first, second = (np.asarray(self.score(batch).logp) for _ in range(2))
-        seen = first[batch.loss_mask], second[batch.loss_mask]
-        if not np.array_equal(*seen, equal_nan=True):
-            worst = np.abs(first - second)[batch.loss_mask].max()
+        first, second = (self.score(batch).logp for _ in range(2))
+        gaps = []
+        # Each process looks at the parts that it has.
+        for a, b in zip(first.addressable_shards, second.addressable_shards, strict=True):
+            mask = batch.loss_mask[a.index]
+            one, other = np.asarray(a.data)[mask], np.asarray(b.data)[mask]
+            if not np.array_equal(one, other, equal_nan=True):
+                gaps.append(np.abs(one - other).max())
+        if gaps:
             raise GateError(
-                f"scoring one batch twice differs by up to {worst:g} per token, so the clip would "
-                "act on noise; set learner.mesh or XLA flags to a deterministic configuration"
+                f"scoring one batch twice differs by up to {np.max(gaps):g} per token, so the clip "
+                "would act on noise; set learner.mesh or XLA flags to a deterministic configuration"
             )
 
     def update(
@@ -213,7 +233,7 @@ class Learner:
         role_of_token = np.append(batch.row_role, len(batch.roles))[batch.token_row]
         norms = {}
         for index, role in enumerate(batch.roles):
-            own = jax.device_put(role_of_token == index, self._shardings.tokens)
+            own = on_devices(role_of_token == index, self._shardings.tokens)
             masked = weights._replace(logp=weights.logp * own, entropy=weights.entropy * own)
             sums = self._run(
                 self._programs.accumulate,
@@ -230,9 +250,7 @@ class Learner:
 
     def _weigh(self, batch, tokens, events, current, old, reference):
         if current is None:
-            zeros = jax.device_put(
-                np.zeros(batch.tokens.shape, self._dtype), self._shardings.tokens
-            )
+            zeros = on_devices(np.zeros(batch.tokens.shape, self._dtype), self._shardings.tokens)
             current = TokenScores(zeros, zeros)
         if reference is None:
             reference = self._reference_logp(batch)
@@ -299,6 +317,6 @@ class Learner:
         rows_and_events = [getattr(batch, name) for name in EventArrays._fields[:-1]]
         events = EventArrays._make([*rows_and_events, np.asarray(batch.skipped, np.int32)])
         return (
-            jax.device_put(tokens, self._shardings.tokens),
-            jax.device_put(events, self._shardings.whole),
+            jax.tree.map(lambda x: on_devices(x, self._shardings.tokens), tokens),
+            jax.tree.map(lambda x: on_devices(x, self._shardings.whole), events),
         )

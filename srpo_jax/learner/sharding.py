@@ -19,6 +19,9 @@ def make_mesh(
 ) -> Mesh:
     """A (data, fsdp, tensor) mesh over all devices; one size may be -1: the rest.
 
+    Devices of one process are neighbours on it, as are those of one slice: axes to the right stay
+    inside a process as far as they can, ``data`` goes over slices.
+
     Args:
         data: Replicas of the parameters (data parallel).
         fsdp: Parts that parameters and moments are split into, gathered layer by layer.
@@ -39,6 +42,7 @@ def make_mesh(
             f"learner.mesh: data {data} x fsdp {fsdp} x tensor {tensor} does not make "
             f"{len(devices)} devices; -1 for one of them takes the rest"
         )
+    devices.sort(key=lambda d: (getattr(d, "slice_index", 0) or 0, d.process_index))
     grid = np.asarray(devices).reshape(sizes)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
 
@@ -64,3 +68,11 @@ def bytes_per_device(tree: Any) -> int:
         int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
     )
+
+
+def on_devices(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """A host array on a mesh. Every process has it whole and copies the parts of its own devices;
+    nothing is sent between them."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

@@ -10,10 +10,10 @@ import asyncio
 import collections
 import inspect
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from envs.clock import Clock
 from envs.tool_threads import TOOL_THREADS
@@ -98,6 +98,15 @@ class EpisodePlan:
         return f"{phase}{self.key[2]}-t{self.slot}-r{self.rollout}"
 
 
+class Played(Protocol):
+    """A team whose episode is over: its calls, and members and prompts of outputs by uid."""
+
+    calls: list[Call]
+    members: dict[int, Member]
+    fitted: dict[int, Fitted]
+    tool_calls: dict[str, int]
+
+
 @dataclass
 class EpisodeResult:
     """An episode that ended with a score, or the cause for which it was dropped.
@@ -113,7 +122,7 @@ class EpisodeResult:
     """
 
     plan: EpisodePlan
-    team: EngineTeam
+    team: Played
     episode: Episode | None = None
     outcome: Outcome | None = None
     failure: str | None = None
@@ -241,9 +250,21 @@ class Rollout:
             UserCodeError: For a workflow or reward that does not keep to its form.
             Exception: What the engine, ``check`` or ``on_done`` raises.
         """
-        return run_anywhere(self._run(plans, config, on_done))
+        return self.run_groups(iter([plans]), config, on_done)
 
-    async def _run(self, plans, config, on_done):
+    def run_groups(
+        self,
+        groups: Iterator[Sequence[EpisodePlan]],
+        config: SamplingConfig,
+        on_done: Callable[[EpisodeResult], None] | None = None,
+    ) -> list[EpisodeResult]:
+        """Runs episodes by groups. The next group is asked for when fewer episodes run than the
+        engine has slots, so that an iterator that several processes share gives each what it can
+        do. The other arguments, results and errors are those of ``run``.
+        """
+        return run_anywhere(self._run(groups, config, on_done))
+
+    async def _run(self, groups, config, on_done):
         # What a workflow itself gives to asyncio.to_thread may hang like any tool.
         asyncio.get_running_loop().set_default_executor(TOOL_THREADS)
         async with self._engine as engine:
@@ -264,7 +285,8 @@ class Rollout:
             guards: list[asyncio.Future[Any]] = [
                 calls.broken, asyncio.create_task(self._keep_checking()),
             ]  # fmt: skip
-            episodes = asyncio.create_task(_results([one(plan) for plan in plans]))
+            started = ([one(plan) for plan in group] for group in groups)
+            episodes = asyncio.create_task(_results(started, engine.slots))
             try:
                 await asyncio.wait({*guards, episodes}, return_when=asyncio.FIRST_COMPLETED)
                 for guard in guards:
@@ -334,12 +356,28 @@ class Rollout:
         return checked_score(await team.tool("reward", own, task, outcome, team), own)
 
 
-async def _results(episodes: Sequence[Coroutine[Any, Any, EpisodeResult]]) -> list[EpisodeResult]:
-    """All results, in order; the first error as soon as it comes."""
-    tasks = [asyncio.create_task(episode) for episode in episodes]
-    if tasks:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    return [task.result() for task in tasks if task.done()]
+async def _results(
+    groups: Iterator[Sequence[Coroutine[Any, Any, EpisodeResult]]], enough: int
+) -> list[EpisodeResult]:
+    """All results, in order; the first error as soon as it comes. The next group starts once fewer
+    than ``enough`` episodes run."""
+    tasks: list[asyncio.Task[EpisodeResult]] = []
+    running: set[asyncio.Task[EpisodeResult]] = set()
+    more = True
+    while more or running:
+        while more and len(running) < enough:
+            group = next(groups, None)
+            more = group is not None
+            new = [asyncio.create_task(episode) for episode in group or ()]
+            tasks += new
+            running.update(new)
+        if not running:
+            break
+        until = asyncio.FIRST_COMPLETED if more else asyncio.FIRST_EXCEPTION
+        done, running = await asyncio.wait(running, return_when=until)
+        for task in done:
+            task.result()
+    return [task.result() for task in tasks]
 
 
 async def _cancel_others() -> None:
@@ -354,7 +392,7 @@ async def _cancel_others() -> None:
                 task.exception()  # seen: the first error is raised already
 
 
-def episode_cost(team: EngineTeam) -> dict[str, float]:
+def episode_cost(team: Played) -> dict[str, float]:
     """Equations 8 and 9, of an episode that ended or failed: tokens and calls of its events'
     members (drafts are none), tool calls (rewards are none); and how many of its prompts were cut.
     """

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -31,7 +32,9 @@ from srpo_jax.recipe.plugins import build_reward, build_workflow, check_reward, 
 from srpo_jax.recipe.recipe import Recipe
 from srpo_jax.recipe.tasks import RecipeTasks, TaskStream, check_prompts, task_sets
 from srpo_jax.rollout.rollout import Rollout, SamplingConfig
-from srpo_jax.run.build_engine import local_engine, remote_engine
+from srpo_jax.run.build_engine import free_bytes, local_engine, remote_engine
+from srpo_jax.run.memory_plan import MemoryPlan, plan_memory
+from srpo_jax.run.processes import Processes
 
 
 class NonFiniteGradients(RuntimeError):
@@ -49,6 +52,7 @@ class EvaluationParts:
         config: The model's sizes.
         tokenizer: The model's.
         engine: Samples, and is stepped by ``rollout``.
+        processes: Of the run; each has an engine on its own devices.
         rollout: Runs episodes of the recipe's workflow.
         benchmarks: The tasks of each, by its name.
         eval_sampling: How an evaluation samples.
@@ -61,6 +65,7 @@ class EvaluationParts:
     rollout: Rollout
     benchmarks: dict[str, Sequence[Task]]
     eval_sampling: SamplingConfig
+    processes: Processes
 
 
 @dataclass
@@ -142,7 +147,9 @@ def build_parts(
     workflow: Workflow | None = None,
     reward: Callable[..., Any] | None = None,
     starting: Callable[[str], None] = lambda what: None,
+    note: Callable[[str], None] = lambda line: None,
     check: Callable[[], None] = lambda: None,
+    processes: Processes | None = None,
 ) -> Parts:
     """Loads and checks everything that training needs, cheap checks first.
 
@@ -151,7 +158,9 @@ def build_parts(
         workflow: Instead of the recipe's own.
         reward: Instead of the recipe's own.
         starting: Told what comes next, for a progress display.
+        note: Told the memory plan, before anything is allocated.
         check: Called between these parts and while episodes run: what it raises abandons them.
+        processes: Of the run (None: those that jax knows).
 
     Raises:
         RecipeError: A key does not fit the machine, the model or the tasks; one line.
@@ -164,13 +173,15 @@ def build_parts(
             "evaluate with launch.evaluate"
         )
     begin = _beginner(starting, check)
+    processes = processes or Processes()
     begin("reading tasks")
     workflow = build_workflow(recipe) if workflow is None else check_workflow(workflow)
     reward = build_reward(recipe) if reward is None else check_reward(reward)
     sets = task_sets(recipe)
-    begin(f"loading model {recipe.model.path}")
     mesh = make_mesh(**recipe.learner.mesh.model_dump())
     check_mesh(recipe, mesh)
+    plan = _memory_plan(recipe, mesh, note, processes)
+    begin(f"loading model {recipe.model.path}")
     model, config = _load_model(recipe, mesh)
     tokenizer = _load_tokenizer(recipe, config, sets)
     begin("building learner")
@@ -178,14 +189,15 @@ def build_parts(
         model, make_optimizer(recipe.optimizer, recipe.total_updates),
         mesh=mesh, settings=learner_settings(recipe, tokenizer.vocab_size),
     )  # fmt: skip
-    begin("building engine")  # after the learner, whose memory is not free
-    engine = local_engine(recipe, model, tokenizer, mesh)
+    begin("building engine")
+    engine = local_engine(plan.engine, model, tokenizer, own_devices(mesh))
     return Parts(
         recipe=recipe, config=config, tokenizer=tokenizer, engine=engine,
         rollout=Rollout(EngineThread(engine), tokenizer, workflow, reward=reward, check=check),
         benchmarks=sets.benchmarks,
         train_sampling=_sampling(recipe, temperature=recipe.rollout.temperature),
         eval_sampling=_eval_sampling(recipe),
+        processes=processes,
         learner=learner,
         stream=TaskStream(sets.train, recipe.rollout.tasks_per_step, recipe.seed),
         export_dtype=export_dtype(recipe, tokenizer.folder),
@@ -196,13 +208,16 @@ def build_evaluation_parts(
     recipe: Recipe,
     *,
     starting: Callable[[str], None] = lambda what: None,
+    note: Callable[[str], None] = lambda line: None,
     check: Callable[[], None] = lambda: None,
+    processes: Processes | None = None,
 ) -> EvaluationParts:
     """Loads and checks everything that an evaluation needs.
 
     Args:
         recipe: The evaluation's.
         starting: As of ``build_parts``.
+        note: As of ``build_parts``; likewise ``processes``.
         check: As of ``build_parts``.
 
     Raises:
@@ -210,6 +225,7 @@ def build_evaluation_parts(
         RecipeError: As of ``build_parts``; likewise DataError and CheckpointError.
     """
     begin = _beginner(starting, check)
+    processes = processes or Processes()
     begin("reading tasks")
     workflow, reward = build_workflow(recipe), build_reward(recipe)
     sets = task_sets(recipe, train=False)
@@ -223,16 +239,22 @@ def build_evaluation_parts(
         engine = sampler = remote_engine(recipe.rollout.remote, tokenizer)
     else:
         mesh = make_mesh(**recipe.learner.mesh.model_dump())
+        plan = _memory_plan(recipe, mesh, note, processes, trains=False)
         model, config = _load_model(recipe, mesh)
         tokenizer = _load_tokenizer(recipe, config, sets)
         begin("building engine")
-        engine = local_engine(recipe, model, tokenizer, mesh)
+        engine = local_engine(plan.engine, model, tokenizer, own_devices(mesh))
         sampler = EngineThread(engine)
     return EvaluationParts(
         recipe=recipe, config=config, tokenizer=tokenizer, engine=engine,
         rollout=Rollout(sampler, tokenizer, workflow, reward=reward, check=check),
-        benchmarks=sets.benchmarks, eval_sampling=_eval_sampling(recipe),
+        benchmarks=sets.benchmarks, eval_sampling=_eval_sampling(recipe), processes=processes,
     )  # fmt: skip
+
+
+def own_devices(mesh: Mesh) -> list[jax.Device]:
+    """The devices of a mesh that belong to this process: those of its engine."""
+    return [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
 
 
 def _beginner(starting: Callable[[str], None], check: Callable[[], None]) -> Callable[[str], None]:
@@ -241,6 +263,28 @@ def _beginner(starting: Callable[[str], None], check: Callable[[], None]) -> Cal
         starting(what)
 
     return begin
+
+
+def _memory_plan(
+    recipe: Recipe,
+    mesh: Mesh,
+    note: Callable[[str], None],
+    processes: Processes,
+    *,
+    trains: bool = True,
+) -> MemoryPlan:
+    """What the run will hold on each device, noted, once it is known to fit.
+
+    Raises:
+        RecipeError: It does not fit.
+    """
+    config = load_config(recipe.checkpoint, revision=recipe.model.revision, weights=False)
+    devices = own_devices(mesh)
+    usable = processes.least(free_bytes(devices))  # the same plan everywhere
+    plan = plan_memory(recipe, config, mesh, devices, usable, trains=trains)
+    note(str(plan))
+    plan.check()
+    return plan
 
 
 def _load_model(recipe: Recipe, mesh: Mesh) -> tuple[Qwen, ModelConfig]:

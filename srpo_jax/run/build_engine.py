@@ -26,7 +26,6 @@ from srpo_jax.engine.layout import (
 )
 from srpo_jax.engine.plan import Shapes
 from srpo_jax.engine.remote import RemoteEngine
-from srpo_jax.learner.sharding import bytes_per_device
 from srpo_jax.recipe.errors import RecipeError
 from srpo_jax.recipe.recipe import Recipe
 from srpo_jax.recipe.sections import RemoteConfig
@@ -77,18 +76,22 @@ def engine_settings(recipe: Recipe) -> EngineSettings:
     )  # fmt: skip
 
 
-def local_engine(recipe: Recipe, model: Qwen, tokenizer: ChatTokenizer, learner: Mesh) -> Engine:
-    """The recipe's engine on the devices of the learner's mesh, beside what is there already.
+def local_engine(
+    settings: EngineSettings, model: Qwen, tokenizer: ChatTokenizer, devices: Sequence[jax.Device]
+) -> Engine:
+    """A recipe's engine.
+
+    Args:
+        settings: Of the run's memory plan.
+        model: Whose weights it gets.
+        tokenizer: Of the model.
+        devices: The engine's.
 
     Raises:
         RecipeError: Where the mesh, the cache or the model's shape does not fit.
     """
-    # The frozen reference is the loaded parameters themselves, until an update makes new ones.
-    params = split_params(model)[1]
-    reference = bytes_per_device(params) if recipe.objective_config().kl_coef else 0
-    devices = list(learner.devices.flat)
     try:
-        return build_engine(engine_settings(recipe), model, tokenizer, devices, reference)
+        return build_engine(settings, model, tokenizer, devices)
     except ValueError as error:
         raise RecipeError(recipe_line(error)) from None
 
@@ -103,7 +106,6 @@ def build_engine(
     model: Qwen,
     tokenizer: ChatTokenizer,
     devices: Sequence[jax.Device],
-    reserved: int = 0,
     version: int = 0,
 ) -> Engine:
     """The engine of every command: training, evaluation, serving and rehearsal.
@@ -115,7 +117,6 @@ def build_engine(
         model: Whose weights it gets.
         tokenizer: Of the model.
         devices: Those of its mesh, in one process.
-        reserved: Bytes of each device that others will need beside what they hold now.
         version: Of the weights.
 
     Raises:
@@ -130,7 +131,7 @@ def build_engine(
     tensor = mesh.shape[TENSOR]
     free = free_bytes(devices)
     if free is not None:
-        free -= num_params * settings.dtype.itemsize // tensor + reserved
+        free -= num_params * settings.dtype.itemsize // tensor
     shapes = engine_shapes(settings, devices[0].platform)
     return Engine(
         config, graphdef, params, mesh=mesh, vocab_size=tokenizer.vocab_size,

@@ -21,6 +21,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from srpo_jax.run.files import write_json
+from srpo_jax.run.processes import Processes
 
 CHECKSUMS = "checksums.json"  # beside the files of each checkpoint
 DAMAGED = ".damaged"  # the suffix of a checkpoint that was put aside
@@ -43,12 +44,14 @@ class Checkpoints:
     failed is raised by the next call, as CheckpointFailed.
 
     Args:
-        folder: Made where there is none.
+        folder: Made where there is none. All processes of a run share it.
         keep: How many checkpoints stay; older ones are removed.
+        processes: Of the run, which call everything together (None: those that jax knows).
     """
 
-    def __init__(self, folder: str | Path, keep: int):
+    def __init__(self, folder: str | Path, keep: int, processes: Processes | None = None):
         self._folder, self._keep = Path(folder).absolute(), keep
+        self._processes = processes or Processes()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._checkpointer = self._open()
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -67,6 +70,14 @@ class Checkpoints:
         """The newest complete step, or None."""
         newest = self._checkpointer.latest
         return None if newest is None else newest.step
+
+    @property
+    def used(self) -> bool:
+        """Whether anything was ever saved here, damaged checkpoints among it."""
+        return self.latest is not None or any(self._damaged())
+
+    def _damaged(self) -> list[Path]:
+        return sorted(self._folder.glob(f"*{DAMAGED}"))
 
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
         """Starts saving; returns once the arrays may change.
@@ -95,7 +106,8 @@ class Checkpoints:
     def _finish(self, step: int, response: Any) -> None:
         response.result()  # frees the save's own thread and event loop too
         folder = self._folder / str(step)
-        write_json(folder / CHECKSUMS, checksums(folder))
+        if self._processes.first:
+            write_json(folder / CHECKSUMS, checksums(folder))
 
     def poll(self) -> None:
         """Raises CheckpointFailed where a save has failed by now."""
@@ -137,7 +149,7 @@ class Checkpoints:
         """
         self.wait()
         folder = self._folder / str(step)
-        checked = verify(folder)
+        checked = self._verified(folder)
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like
         )
@@ -149,9 +161,22 @@ class Checkpoints:
                 raise
             raise DamagedCheckpoint(f"{folder}: cannot be read: {_short(error)}") from error
 
+    def _verified(self, folder: Path) -> bool:
+        """``verify`` by the first process, for all."""
+        said = ""
+        if self._processes.first:
+            try:
+                said = "checked" if verify(folder) else "unchecked"
+            except DamagedCheckpoint as error:
+                said = f"damaged {error}"
+        kind, _, damage = self._processes.agree(said)[0].partition(" ")
+        if kind == "damaged":
+            raise DamagedCheckpoint(damage)
+        return kind == "checked"
+
     def load_newest(
         self, like: Any, on_damage: Callable[[str], None]
-    ) -> tuple[int, Any, dict[str, Any]] | None:
+    ) -> tuple[int, Any, dict[str, Any]]:
         """Reads the newest intact checkpoint.
 
         Args:
@@ -159,10 +184,10 @@ class Checkpoints:
             on_damage: Told, in one line, of each newer one that is damaged and was put aside.
 
         Returns:
-            Its step, state and meta; None if nothing was ever saved.
+            Its step, state and meta.
 
         Raises:
-            CheckpointFailed: All are damaged.
+            CheckpointFailed: There is none: all are damaged, or nothing was ever saved.
         """
         while (step := self.latest) is not None:
             try:
@@ -170,13 +195,11 @@ class Checkpoints:
             except DamagedCheckpoint as error:
                 aside = self._put_aside(step)
                 on_damage(f"{error}; it is now {aside.name}, and the one before it is used")
-        if damaged := sorted(self._folder.glob(f"*{DAMAGED}")):
-            names = ", ".join(path.name for path in damaged)
-            raise CheckpointFailed(
-                f"{self._folder}: no intact checkpoint is left ({names}); remove "
-                f"{self._folder.parent} to start over"
-            )
-        return None
+        damaged = ", ".join(path.name for path in self._damaged())
+        raise CheckpointFailed(
+            f"{self._folder}: no intact checkpoint is left ({damaged or 'none was saved'}); remove "
+            f"{self._folder.parent} to start over"
+        )
 
     def _put_aside(self, step: int) -> Path:
         """Renames a step, so that it counts neither as the newest nor among those kept."""
@@ -186,7 +209,10 @@ class Checkpoints:
             number += 1
             aside = self._folder / f"{step}.{number}{DAMAGED}"
         self._checkpointer.close()
-        (self._folder / str(step)).rename(aside)
+        self._processes.agree("closed")
+        if self._processes.first:
+            (self._folder / str(step)).rename(aside)
+        self._processes.agree("renamed")
         self._checkpointer = self._open()
         return aside
 

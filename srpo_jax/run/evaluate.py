@@ -11,6 +11,7 @@ from srpo_jax.evaluation import BenchmarkResult, EpisodeCost, macro
 from srpo_jax.rollout.rollout import UNDECIDED, EpisodePlan, EpisodeResult, episode_cost
 from srpo_jax.run.build import EvaluationParts
 from srpo_jax.run.progress import RunProgress
+from srpo_jax.run.shared_rollout import run_shared
 
 
 class TrainingFailed(RuntimeError):
@@ -50,7 +51,9 @@ def evaluate(
             for sample in range(config.samples)
         ]
         with progress.phase(f"evaluate {name}", len(plans)) as advance:
-            episodes = parts.rollout.run(plans, parts.eval_sampling, lambda _: advance())
+            episodes = run_shared(
+                parts.rollout, parts.processes, plans, parts.eval_sampling, lambda _: advance()
+            )
         keep(name, episodes)
         if parts.recipe.rollout.remote:  # what a server fails says nothing about the model
             check_failures(episodes, parts.recipe.rollout.max_failed_fraction)

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,9 @@ from srpo_jax.recipe.recipe import (
 from srpo_jax.run.files import write_json
 from srpo_jax.run.folder import RECIPE, RunFolderBusy, locked, record_run
 from srpo_jax.run.logs import EpisodeWriter, write_verdicts
+from srpo_jax.run.processes import Processes
 from srpo_jax.run.progress import RunProgress
+from srpo_jax.run.stopping import StopRequest
 
 RESULTS = "evaluation.json"
 GENERATED_SIZE = 64  # tasks of a generated set where no size is asked for
@@ -164,7 +166,7 @@ def check_folder(recipe: Recipe) -> None:
 def evaluate_and_keep(
     recipe: Recipe,
     console: Console | None = None,
-    check: Callable[[], None] = lambda: None,
+    stop: StopRequest | None = None,
 ) -> dict[str, BenchmarkResult]:
     """Evaluates the model of an :func:`evaluation_recipe` and keeps the results in its folder.
 
@@ -173,7 +175,7 @@ def evaluate_and_keep(
     Args:
         recipe: What ``evaluation_recipe`` made.
         console: Where progress is shown; None: stderr.
-        check: Called again and again: what it raises abandons the evaluation.
+        stop: A request to stop that is entered already; it abandons the evaluation.
 
     Returns:
         Verdicts and costs of each benchmark, by its name.
@@ -181,17 +183,28 @@ def evaluate_and_keep(
     Raises:
         RecipeError: As of ``build_evaluation_parts``; likewise DataError and CheckpointError.
         TrainingFailed: As of ``evaluate``.
+        Stopped: It was asked to stop.
     """
     from srpo_jax.rollout.transcript import episode_transcript
     from srpo_jax.run.build import build_evaluation_parts
     from srpo_jax.run.evaluate import evaluate
 
     folder, started = recipe.run_dir, time.perf_counter()
+    processes = Processes()
     check_folder(recipe)
-    with RunProgress(0, 0, console) as progress:
-        parts = build_evaluation_parts(recipe, starting=progress.starting, check=check)
+    console = console if processes.first else Console(quiet=True)
+    stop = stop or StopRequest()
+    with RunProgress(0, 0, console) as progress, processes.ending_together(stop):
+        processes.agree("checked")  # before the first one writes there
+        parts = build_evaluation_parts(
+            recipe, starting=progress.starting, note=progress.note, check=stop.check,
+            processes=processes,
+        )  # fmt: skip
         if not recipe.rollout.remote:
             progress.generated = lambda: parts.engine.stats["decode_tokens"]
+        if not processes.first:
+            with _said_as_options():
+                return evaluate(parts, progress)
         with _said_as_options(), locked(folder):
             if not (folder / RESULTS).exists():  # from here on the folder is an evaluation's
                 write_json(folder / RESULTS, {"finished": False})

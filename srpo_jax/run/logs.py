@@ -166,6 +166,22 @@ class EpisodeWriter:
                 path.unlink()
 
 
+class NoLogs:
+    """In the place of both on a process that writes no files."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Writes nothing."""
+
+    def write(self, step: int, episodes: Iterable[Mapping[str, Any]]) -> None:
+        """Writes nothing."""
+
+    def truncate_to(self, step: int) -> None:
+        """Nothing is written here."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 def episode_steps(run_dir: str | Path) -> list[int]:
     """The steps whose episodes a run has kept, ascending."""
     return [step for step, _ in _episode_files(Path(run_dir))]

@@ -89,6 +89,9 @@ METRICS = tuple(
         ("eval/NAME/undecided", "episodes", "whose grade hit a limit; they count as wrong"),
         ("eval/NAME/tokens", "tokens", "C_tok of an episode"),
         ("time/NAME", "s", "seconds of a part of the step"),
+        ("time/waiting", "s", "of the rollout: for the other processes of the run"),
+        ("time/sync", "s", "from the learner's parameters to the engines' weights"),
+        ("time/checkpoint", "s", "that saving has held up the loop since the step before"),
         ("time/tokens_per_second", "tokens/s", "generated in the rollout"),
         ("compiles", "programs", "compiled so far in this process; constant after warm-up"),
     )

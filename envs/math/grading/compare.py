@@ -42,8 +42,9 @@ _PUNCTUATION = re.compile(r"(?<![0-9])[.,:]|[.,:](?![0-9])|[;!?()\"'`]|(?<=[a-zA
 def same_answer(answer: str, gold: str, equal: Equal = equal_numbers) -> bool:
     """Whether a boxed answer and a gold answer, as written, are the same answer.
 
-    Raises Undecided where an answer is over a limit and, with the default ``equal``, where the
-    values need algebra.
+    Raises:
+        Undecided: Where an answer is over a limit and, with the default ``equal``, where the
+            values need algebra.
     """
     if (verdict := plain_verdict(answer, gold)) is not None:
         return verdict

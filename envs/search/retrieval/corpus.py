@@ -24,8 +24,9 @@ def load_corpus(source: str) -> Sequence[Passage]:
 def read_corpus(path: Path) -> list[Passage]:
     """The passages of a ``.jsonl`` or ``.jsonl.gz`` file; ids may be numbers.
 
-    Raises CorpusError for a file that cannot be read, a row that is no JSON object with ``id`` and
-    a textual ``contents``, and an id that an earlier row has.
+    Raises:
+        CorpusError: For a file that cannot be read, a row that is no JSON object with ``id`` and a
+            textual ``contents``, and an id that an earlier row has.
     """
     passages: list[Passage] = []
     numbers: dict[str, int] = {}
