@@ -236,6 +236,7 @@ class Training:
                 self.best_score = score
                 best = {"params": self.parts.learner.params}  # an export needs no moments
                 started = time.perf_counter()
+                self._one_save_at_a_time(self.checkpoints)
                 self.best.save(self.done, best, {"score": score})
                 self._blocked += time.perf_counter() - started
             # The first step too: a run that cannot be saved shows it at once.
@@ -255,9 +256,15 @@ class Training:
 
     def _save(self) -> None:
         started = time.perf_counter()
+        self._one_save_at_a_time(self.best)
         self.checkpoints.save(self.done, self.parts.learner.state, self._meta())
         self._blocked += time.perf_counter() - started
         self.saved = self.done
+
+    def _one_save_at_a_time(self, other: Checkpoints) -> None:
+        """Waits for the other kind's save: Orbax's barriers take one at a time."""
+        if self.processes.count > 1:
+            other.wait()
 
     def _meta(self) -> dict[str, Any]:
         """What a resumed run needs beside the train state to log the same figures."""
