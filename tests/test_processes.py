@@ -47,9 +47,7 @@ def responses(out: Path, step: int) -> dict[str, list[str]]:
 
 
 def figures(out: Path) -> list[dict[str, float]]:
-    return [
-        {k: v for k, v in row.items() if not k.startswith(OWN)} for row in read_metrics(out)
-    ]
+    return [{k: v for k, v in row.items() if not k.startswith(OWN)} for row in read_metrics(out)]
 
 
 @pytest.fixture(scope="module")
